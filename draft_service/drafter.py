@@ -1,0 +1,102 @@
+"""What a drafter is: something that grows trees for many sessions at once.
+
+Words
+-----
+round      the nodes drawn for one epoch, from a commit until the draft says ``complete``.
+budget     nodes that the verifier wants in a round; 0: none for now.
+growth     nodes that go out together; ids count up from 1 per session and are never used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from draftwood.sampling import SamplingParams
+from draftwood.tree import TokenTree
+from draftwood.vocabulary import Vocabulary
+from draftwood.wire import SessionGrowth
+
+Key = tuple[int, int]
+"""A session at this worker: (link to a verifier, handle on it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStart:
+    """What the verifier tells when a draft joins."""
+
+    epoch: int
+    tokens: tuple[int, ...]  # committed
+    sampling: SamplingParams
+    budget: int
+    vocab_size: int  # real tokens of the target
+    max_nodes: int
+    max_depth: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCommitted:
+    """What the verifier tells after a step."""
+
+    epoch: int
+    length: int
+    tokens: tuple[int, ...]
+    budget: int
+
+
+class Drafter(Protocol):
+    """Used by one thread. Every method returns quickly but ``work``, which runs at most one forward."""
+
+    kind: str
+    model: str
+    vocabulary: Vocabulary | None  # None: works on ids alone
+
+    def open(self, key: Key, start: SessionStart) -> None:
+        """Takes a session."""
+
+    def commit(self, key: Key, committed: SessionCommitted) -> None:
+        """Moves a session on; unknown keys are ignored. A gap in the text raises ValueError."""
+
+    def set_budget(self, key: Key, budget: int) -> None:
+        """Changes what the verifier wants; unknown keys are ignored."""
+
+    def close(self, key: Key) -> None:
+        """Drops a session; unknown keys are ignored."""
+
+    def wants_work(self) -> bool:
+        """True if ``work`` has something to do now."""
+
+    def work(self) -> list[tuple[Key, SessionGrowth]]:
+        """Grows trees by one level, all sessions at once; returns what is to be sent."""
+
+
+@dataclass
+class Numbering:
+    """Which nodes of a session's tree have been sent, and under which ids. Node 0, the anchor, is 0 on the wire."""
+
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))  # [tree.size], -1: not sent
+    next_id: int = 1
+
+    def extend(self, size: int) -> None:
+        """Follows a tree that has grown to ``size`` nodes."""
+        self.ids = np.concatenate([self.ids, np.full(size - len(self.ids), -1, np.int64)])
+
+    def restart(self, index: np.ndarray | None) -> None:
+        """Follows a re-rooted tree: ``index`` says where each old node went; None: only the anchor is left."""
+        old, keep = self.ids, np.zeros(0, np.int64) if index is None else np.nonzero(index >= 0)[0]
+        self.ids = np.concatenate([np.zeros(1, np.int64), old[keep][1:]])
+
+    def growth(
+        self, tree: TokenTree, nodes: Sequence[int], epoch: int, handle: int, *, complete: bool
+    ) -> SessionGrowth:
+        """Numbers those of ``nodes`` (ascending, closed under parents) that have not been sent, and packs them."""
+        fresh = [node for node in nodes if self.ids[node] < 0]
+        first = self.next_id
+        self.ids[fresh] = np.arange(first, first + len(fresh))
+        self.next_id += len(fresh)
+        parent = self.ids[tree.parent[fresh]] if fresh else np.zeros(0, np.int64)
+        return SessionGrowth(handle, epoch, first, parent, tree.token[fresh], tree.score[fresh], complete)

@@ -1,0 +1,278 @@
+"""A small language model that grows trees level by level, many sessions in one forward.
+
+Each level expands the likeliest nodes that have not been expanded, and the round ends when no child could enter the
+best ``budget`` nodes any more (the dynamic trees of EAGLE-2, arXiv:2406.16858, by best-first expansion). A commit
+re-roots the tree: what hangs below the accepted path and the target's own token is kept, keys and values included.
+
+Slots: the cache holds the committed prefix, then the expanded nodes of the tree in the order of their expansion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
+from draftwood import tree as tt
+from draftwood.config import DraftSettings
+from draftwood.errors import ResourceExhausted
+from draftwood.noise import GumbelCache
+from draftwood.runtime.batch import Rows
+from draftwood.runtime.model import ModelRuntime
+from draftwood.sampling import draft_children
+from draftwood.tree import TokenTree
+from draftwood.vocabulary import Vocabulary
+from draftwood.wire import SessionGrowth
+
+UNEXPANDED = -1
+MOST_TAIL_TOKENS = 256
+"""Expanded nodes kept in the cache of one session."""
+
+
+@dataclass(eq=False)
+class _Session:
+    start: SessionStart
+    tokens: list[int]  # committed
+    epoch: int
+    budget: int
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0  # committed tokens in the cache
+    tree: TokenTree = field(init=False)
+    slot: np.ndarray = field(default_factory=lambda: np.full(1, UNEXPANDED, np.int64))  # place in the tail, [tree.size]
+    numbering: Numbering = field(default_factory=Numbering)
+    levels: int = 0  # forwards of this round
+    complete: bool = False
+
+    def __post_init__(self) -> None:
+        self.tree = TokenTree.root(self.tokens[-1])
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.cached
+
+    @property
+    def tail(self) -> int:
+        """Expanded nodes in the cache, the anchor not counted: it belongs to the prefix."""
+        return int((self.slot[1:] != UNEXPANDED).sum())
+
+
+class LmDrafter:
+    """Drafts with a causal LM over its own paged KV cache."""
+
+    kind = "lm"
+
+    def __init__(self, runtime: ModelRuntime, settings: DraftSettings, model: str, vocabulary: Vocabulary) -> None:
+        self.model = model
+        self.vocabulary: Vocabulary | None = vocabulary
+        self._runtime = runtime
+        self._settings = settings
+        self._token_count = len(vocabulary.tokens)
+        self._noise = GumbelCache(self._token_count, runtime.device, 128)
+        self._sessions: dict[Key, _Session] = {}
+        self._log_floor = float(np.log(max(settings.min_survival, 1e-9)))
+
+    # --- sessions ---
+
+    def open(self, key: Key, start: SessionStart) -> None:
+        self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget)
+
+    def close(self, key: Key) -> None:
+        session = self._sessions.pop(key, None)
+        if session:
+            self._runtime.pool.give(session.pages)
+
+    def set_budget(self, key: Key, budget: int) -> None:
+        if key in self._sessions:
+            self._sessions[key].budget = budget
+
+    def commit(self, key: Key, committed: SessionCommitted) -> None:
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        if len(session.tokens) + len(committed.tokens) != committed.length:
+            raise ValueError(f"{len(session.tokens)} + {len(committed.tokens)} tokens do not make {committed.length}")
+        self._follow(session, committed.tokens)
+        session.epoch, session.budget = committed.epoch, committed.budget
+        session.levels, session.complete = 0, False
+
+    def _follow(self, session: _Session, tokens: tuple[int, ...]) -> None:
+        """Walks the tree along the committed tokens, moves what is kept to its new slots and re-roots."""
+        walked = _walk(session.tree, tokens)
+        on_tree = len(walked) == len(tokens)
+        anchor = walked[-1] if on_tree else None
+        expanded_path = [n for n in walked if session.slot[n] != UNEXPANDED] if session.pending == 0 else []
+        below = _kept_below(session, anchor) if anchor is not None else []
+        first = session.cached
+        old = [first + int(session.slot[n]) for n in [*expanded_path, *below]]
+        if old:
+            self._runtime.move([(session.pages, old, list(range(first, first + len(old))))])
+        session.cached += len(expanded_path)
+        session.tokens.extend(tokens)
+        if anchor is None or session.pending:  # the anchor is new to the cache: nothing hangs below it
+            session.tree, index = TokenTree.root(session.tokens[-1]), None
+            session.slot = np.full(1, UNEXPANDED, np.int64)
+        else:
+            where = {n: k for k, n in enumerate(below)}
+            session.tree, index = tt.reroot(session.tree, anchor)
+            kept = np.nonzero(index >= 0)[0]
+            session.slot = np.array([where.get(int(n), UNEXPANDED) for n in kept], np.int64)
+        session.numbering.restart(index)
+
+    # --- growth ---
+
+    def wants_work(self) -> bool:
+        return any(self._busy(s) for s in self._sessions.values())
+
+    def _busy(self, session: _Session) -> bool:
+        if not session.budget:
+            return False
+        if not session.complete:
+            return True
+        return session.levels < self._settings.depth + self._settings.lookahead_levels and bool(self._frontier(session))
+
+    def work(self) -> list[tuple[Key, SessionGrowth]]:
+        """One level for all sessions whose round is open; while none is, one level ahead for those that wait."""
+        busy = {key: s for key, s in self._sessions.items() if self._busy(s)}
+        opened = {key: s for key, s in busy.items() if not s.complete}
+        self._expand(list((opened or busy).values()))
+        out = []
+        for key, session in opened.items():
+            if self._is_done(session):
+                session.complete, session.levels = True, max(session.levels, self._settings.depth)
+                out.append((key, self._pack(session, key[1])))
+        return out
+
+    def _is_done(self, session: _Session) -> bool:
+        return session.levels >= self._settings.depth or (session.pending == 0 and not self._frontier(session))
+
+    def _pack(self, session: _Session, handle: int) -> SessionGrowth:
+        nodes = tt.best(session.tree, min(session.budget, session.start.max_nodes)).tolist()
+        return session.numbering.growth(session.tree, nodes, session.epoch, handle, complete=True)
+
+    def _frontier(self, session: _Session) -> list[int]:
+        """Nodes worth expanding now, likeliest first: a child of theirs could still be among the best ``budget``."""
+        if session.pending:
+            return []
+        tree = session.tree
+        reach, depth = tt.log_survival(tree), tt.depths(tree)
+        wanted = session.budget if not session.complete else 2 * session.budget
+        floor = max(self._log_floor, float(np.sort(reach)[-wanted - 1]) if tree.size > wanted else -np.inf)
+        room = min(session.start.max_depth, self._context_room(session))
+        open_nodes = np.nonzero((session.slot == UNEXPANDED) & (reach > floor) & (depth < room))[0]
+        open_nodes = open_nodes[open_nodes > 0]
+        order = open_nodes[np.argsort(-reach[open_nodes], kind="stable")]
+        return [int(n) for n in order[: min(self._settings.beam, MOST_TAIL_TOKENS - session.tail)]]
+
+    def _context_room(self, session: _Session) -> int:
+        limit = min(self._runtime.max_context_tokens, session.start.max_context_tokens)
+        return limit - len(session.tokens)
+
+    def _expand(self, sessions: list[_Session]) -> None:
+        parts, jobs, left = [], [], self._settings.max_step_tokens
+        for session in sessions:
+            rows = self._rows(session, left)
+            if rows is not None:
+                parts.append(rows)
+                jobs.append(session)
+                left -= len(rows.token)
+        if parts:
+            logits = self._runtime.forward(parts)
+            counts = [len(part.token) - part.logits_from for part in parts]
+            for session, part, piece in zip(jobs, parts, torch.split(logits, counts), strict=True):
+                self._grow(session, part, piece)
+
+    def _rows(self, session: _Session, most: int) -> Rows | None:
+        """The session's rows of the next forward: committed tokens it lacks, else its frontier. None: nothing now."""
+        if most <= 0:
+            return None
+        if not self._room_for(session, min(most, max(session.pending, self._settings.beam))):
+            session.levels = self._settings.depth + self._settings.lookahead_levels  # ends the round
+            return None
+        if session.pending:
+            return _catch_up(session, most)
+        nodes = sorted(self._frontier(session)[:most])
+        if not nodes:
+            return None
+        session.levels += 1
+        session.slot[nodes] = session.tail + np.arange(len(nodes))
+        return _level(session, nodes)
+
+    def _room_for(self, session: _Session, rows: int) -> bool:
+        """True if the context has room for more and pages for ``rows`` more tokens are held, or can be had."""
+        need = session.cached + session.tail + rows - len(session.pages) * self._runtime.pool.page_tokens
+        try:
+            if need > 0:
+                session.pages += self._runtime.pool.take(need)
+        except ResourceExhausted:
+            return False
+        return self._context_room(session) > 0
+
+    def _grow(self, session: _Session, part: Rows, logits: Tensor) -> None:
+        """Adds the children that the logits of a forward's rows propose."""
+        if session.pending:
+            session.cached += len(part.token)
+            if not len(logits):
+                return
+            parents = [0]
+        else:
+            parents = np.nonzero(session.slot >= session.tail - len(part.token))[0].tolist()
+            parents = [n for n in parents if n > 0]
+        depth = tt.depths(session.tree)[parents]
+        positions = [int(d) + len(session.tokens) for d in depth]
+        size = min(self._token_count, session.start.vocab_size)
+        tokens, scores = draft_children(
+            logits, session.start.sampling, positions, self._noise, self._settings.branch, vocab_size=size
+        )
+        reach = tt.log_survival(session.tree)[parents]
+        kept = [
+            (p, t, s)
+            for p, r, row_t, row_s in zip(parents, reach.tolist(), tokens.tolist(), scores.tolist(), strict=True)
+            for t, s in zip(row_t, row_s, strict=True)
+            if t >= 0 and r + s > self._log_floor
+        ]
+        if kept:
+            above, token, score = zip(*kept, strict=True)
+            session.tree, _ = tt.insert(session.tree, above, token, score, capacity=4 * MOST_TAIL_TOKENS)
+            fresh = session.tree.size - len(session.slot)
+            session.slot = np.concatenate([session.slot, np.full(fresh, UNEXPANDED, np.int64)])
+            session.numbering.extend(session.tree.size)
+
+
+def _walk(tree: TokenTree, tokens: tuple[int, ...]) -> list[int]:
+    """Nodes below the anchor that carry ``tokens``, as far as the tree has them."""
+    walked: list[int] = []
+    for token in tokens:
+        children = np.nonzero((tree.parent == (walked[-1] if walked else 0)) & (tree.token == token))[0]
+        if not len(children):
+            break
+        walked.append(int(children[0]))
+    return walked
+
+
+def _kept_below(session: _Session, anchor: int) -> list[int]:
+    """Expanded nodes strictly below ``anchor``, in slot order."""
+    below = np.nonzero(tt.ancestors(session.tree)[:, anchor] & (session.slot != UNEXPANDED))[0]
+    return sorted((int(n) for n in below if n != anchor), key=lambda n: int(session.slot[n]))
+
+
+def _catch_up(session: _Session, most: int) -> Rows:
+    """Committed tokens that the cache lacks, as a chain; the last one's logits are the anchor's."""
+    count = min(session.pending, most)
+    at = np.arange(session.cached, session.cached + count, dtype=np.int32)
+    token = np.array(session.tokens[session.cached : session.cached + count], np.int32)
+    last = count == session.pending
+    return Rows(session.pages, session.cached, token, at, np.tri(count, dtype=np.bool_), count - 1 if last else count)
+
+
+def _level(session: _Session, nodes: list[int]) -> Rows:
+    """The frontier as query rows over prefix and tail; each sees its expanded ancestors and itself."""
+    tree, slot = session.tree, session.slot
+    expanded = np.nonzero(slot != UNEXPANDED)[0]
+    expanded = expanded[expanded > 0]
+    in_slot_order = expanded[np.argsort(slot[expanded])]
+    visible = tt.ancestors(tree)[nodes][:, in_slot_order]
+    position = (len(session.tokens) - 1 + tt.depths(tree)[in_slot_order]).astype(np.int32)
+    return Rows(session.pages, session.cached, tree.token[nodes], position, visible)

@@ -1,0 +1,206 @@
+"""The draft worker's gRPC server: the router says where to join, the rest happens on the streams to verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draft_service.core import DraftCore, Outcome
+from draft_service.drafter import Drafter
+from draft_service.drafters.lm import LmDrafter
+from draft_service.drafters.ngram import NgramDrafter
+from draft_service.link import VerifierLink
+from draftwood.config import DraftSettings
+from draftwood.errors import ResourceExhausted, Unavailable
+from draftwood.rpc.server import RpcServer
+from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
+from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
+from draftwood.runtime.text import TextCodec
+from draftwood.runtime.worker import Worker
+from draftwood.telemetry import get_logger
+from draftwood.v1 import draft_pb2
+from draftwood.wire import tokenizer_to_proto
+
+log = get_logger(__name__)
+
+SWITCH_INTERVAL_S = 5e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All that exists once the drafter is there."""
+
+    core: DraftCore
+    worker: Worker[Outcome]
+    info: draft_pb2.DraftInfo
+
+
+class DraftServer:
+    """One draft worker process."""
+
+    def __init__(self, settings: DraftSettings) -> None:
+        self.settings = settings
+        self.incarnation = uuid.uuid4().hex
+        self.failure: BaseException | None = None
+        self.draining = False
+        self._rpc = RpcServer()
+        self._rpc.add(draft_pb2.DESCRIPTOR.services_by_name["DraftService"], self)
+        self._loaded: Loaded | None = None
+        self._links: dict[str, VerifierLink] = {}
+        self._link_count = 0
+        self._loading: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> str:
+        """Binds the port and returns host:port; the drafter loads behind it, health turns SERVING when it is warm."""
+        self._loop = asyncio.get_running_loop()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        address = await self._rpc.start(self.settings.listen)
+        self._loading = asyncio.create_task(self._load())
+        return address
+
+    async def ready(self) -> None:
+        """Waits until the drafter works; raises what made it fail."""
+        assert self._loading is not None
+        await asyncio.shield(self._loading)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Leaves all sessions: the verifiers go on without."""
+        self.draining = True
+        for link in self._links.values():
+            link.close()
+        if self._links:
+            await asyncio.wait([link.task for link in self._links.values()], timeout=grace_s)
+        if self._loading is not None:
+            self._loading.cancel()
+        await self._rpc.stop(grace_s)
+        if self._loaded is not None:
+            await asyncio.to_thread(self._loaded.worker.stop)
+
+    async def _load(self) -> None:
+        try:
+            drafter = await asyncio.to_thread(make_drafter, self.settings)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.failure = error
+            log.exception("the drafter cannot be loaded", kind=self.settings.kind, model=self.settings.model)
+            raise
+        core = DraftCore(drafter)
+        worker = Worker("drafter", core, self._publish)
+        self._loaded = Loaded(core, worker, self._describe(drafter))
+        worker.start()
+        await self._rpc.set_serving(True)
+        log.info("serving", kind=drafter.kind, model=drafter.model)
+
+    def _describe(self, drafter: Drafter) -> draft_pb2.DraftInfo:
+        settings = self.settings
+        caps = draft_pb2.Caps(max_nodes=settings.max_nodes, max_sessions=settings.max_sessions)
+        info = draft_pb2.DraftInfo(kind=drafter.kind, model=drafter.model, incarnation=self.incarnation, caps=caps)
+        if drafter.vocabulary is not None:
+            info.tokenizer.CopyFrom(tokenizer_to_proto(drafter.vocabulary.fingerprint()))
+        return info
+
+    @property
+    def loaded(self) -> Loaded:
+        """The drafter; raises Unavailable LOADING or DRAINING when it takes no sessions."""
+        if self.draining:
+            raise Unavailable("DRAINING", "this draft worker is shutting down", retry_after_ms=1000)
+        if self._loaded is None:
+            raise Unavailable("LOADING", f"drafter {self.settings.kind!r} is still loading", retry_after_ms=1000)
+        return self._loaded
+
+    # --- from the drafter's thread ---
+
+    def _publish(self, outcome: Outcome) -> None:
+        if outcome.growths or outcome.leaves:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._dispatch, outcome)
+
+    def _dispatch(self, outcome: Outcome) -> None:
+        for link in self._links.values():
+            growths, leaves = outcome.growths.get(link.link_id, []), outcome.leaves.get(link.link_id, [])
+            if growths or leaves:
+                link.tell(growths, leaves)
+
+    # --- DraftService ---
+
+    async def Attach(self, request: draft_pb2.AttachRequest, context: Any) -> draft_pb2.AttachResponse:
+        loaded = self.loaded
+        if loaded.core.sessions >= self.settings.max_sessions:
+            message = f"{loaded.core.sessions} sessions are attached, the limit is {self.settings.max_sessions}"
+            raise ResourceExhausted("SESSIONS_FULL", message, retry_after_ms=1000)
+        await self._link(request.verifier_address, loaded).attach(request.session_id, request.ticket)
+        return draft_pb2.AttachResponse()
+
+    def _link(self, address: str, loaded: Loaded) -> VerifierLink:
+        link = self._links.get(address)
+        if link is None or link.task.done():
+            self._link_count += 1
+            link = VerifierLink(self._link_count, address, loaded.info, loaded.core, loaded.worker)
+            self._links[address] = link
+        return link
+
+    async def Detach(self, request: draft_pb2.DetachRequest, context: Any) -> draft_pb2.DetachResponse:
+        for link in self._links.values():
+            link.detach(request.session_id)
+        return draft_pb2.DetachResponse()
+
+    async def GetModelInfo(
+        self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Any
+    ) -> draft_pb2.DraftServiceGetModelInfoResponse:
+        return draft_pb2.DraftServiceGetModelInfoResponse(draft=self.loaded.info)
+
+    async def WatchLoad(
+        self, request: draft_pb2.DraftServiceWatchLoadRequest, context: Any
+    ) -> AsyncGenerator[draft_pb2.DraftServiceWatchLoadResponse, None]:
+        idle_before, then = self._idle_s(), time.monotonic()
+        while True:
+            now = time.monotonic()
+            share = (self._idle_s() - idle_before) / (now - then) if now > then else 0.0
+            idle_before, then = self._idle_s(), now
+            yield self._load_report(min(1.0, share))
+            await asyncio.sleep(self.settings.load_interval_s)
+
+    def _idle_s(self) -> float:
+        return self._loaded.worker.idle_s if self._loaded else 0.0
+
+    def _load_report(self, idle_share: float) -> draft_pb2.DraftServiceWatchLoadResponse:
+        report = draft_pb2.DraftServiceWatchLoadResponse(
+            incarnation=self.incarnation,
+            max_sessions=self.settings.max_sessions,
+            idle_share=idle_share,
+            draining=self.draining,
+        )
+        if self._loaded is not None:
+            core = self._loaded.core  # plain numbers: read without the thread
+            report.sessions, report.nodes_drafted, report.round_ms = (
+                core.sessions,
+                core.nodes_drafted,
+                core.round_s * 1e3,
+            )
+        return report
+
+
+def make_drafter(settings: DraftSettings) -> Drafter:
+    """Loads what the settings name; raises NotFound MODEL_UNKNOWN if there is no such model."""
+    if settings.kind == "ngram":
+        return NgramDrafter(settings)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    demo = settings.model == DEMO
+    path: str | Path = demo_draft() if demo else settings.model
+    tokenizer: str | Path = settings.tokenizer or (demo_target() if demo else settings.model)
+    device = resolve_device(settings.device)
+    model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
+    runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+    vocabulary = TextCodec(tokenizer).vocabulary(runtime.vocab_size)
+    return LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)

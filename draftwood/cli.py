@@ -1,0 +1,297 @@
+"""The command line: ``draftwood up``, ``down``, ``status``, ``generate``, ``chat``, ``demo``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+
+# gRPC reads it when it is imported; at its default it tells of every connection that a server closes.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+from draftwood.client import Chunk, ClusterState, DraftwoodClient, Finished, Message, Prompt
+from draftwood.config import ClusterConfig, load_cluster_config
+from draftwood.console import StartView, show_chunk, status_tables, summary, watch_start, worker_totals
+from draftwood.errors import DraftwoodError, NotFound, Unavailable
+
+DEMO_CONFIG = Path(__file__).parents[1] / "deploy" / "examples" / "demo.yaml"
+POLL_S = 0.2
+STOP_TIMEOUT_S = 60.0
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+console = Console()
+
+Config = Annotated[Path, typer.Option(help="cluster file (YAML)")]
+Name = Annotated[str, typer.Option(help="name of a cluster started with `draftwood up`")]
+Address = Annotated[str, typer.Option(help="router's host:port; empty: the router of the cluster `--name`")]
+MaxTokens = Annotated[int, typer.Option(min=0, help="most tokens to generate; 0: no limit")]
+Temperature = Annotated[float, typer.Option(min=0, help="0: greedy")]
+Seed = Annotated[int | None, typer.Option(min=0, help="seed of the sampling; a random one if left out")]
+Speculate = Annotated[bool, typer.Option(help="let drafts guess; the text is the same either way")]
+
+
+def main() -> None:
+    """Entry point of the console script: one clear line for every error, exit code 1."""
+    try:
+        app()
+    except DraftwoodError as error:
+        print(f"error: {error}{_advice(error)}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+@app.command()
+def up(
+    config: Config,
+    foreground: Annotated[bool, typer.Option(help="stay in the foreground until Ctrl-C")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="longest wait until all is ready, seconds")] = 600.0,
+) -> None:
+    """Starts the cluster of a file: router, verifiers, draft workers."""
+    cluster = load_cluster_config(config)
+    run(_hold_cluster(cluster, timeout) if foreground else _start_supervisor(cluster, config.resolve(), timeout))
+
+
+@app.command()
+def down(name: Name = "default") -> None:
+    """Stops a cluster started with `draftwood up`."""
+    from router.supervisor import is_running
+
+    record = _record(name)
+    os.kill(record.pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while is_running(record.pid):
+        if time.monotonic() > deadline:
+            raise Unavailable("STOP_TIMEOUT", f"process {record.pid} runs on after {STOP_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
+    console.print(f"{name} is down", highlight=False)
+
+
+@app.command()
+def status(
+    name: Name = "default",
+    address: Address = "",
+    watch: Annotated[bool, typer.Option(help="show it until Ctrl-C")] = False,
+) -> None:
+    """Shows the router's pools."""
+    run(_show_status(address or _record(name).address, watch))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="what to ask")],
+    *,
+    name: Name = "default",
+    address: Address = "",
+    model: Annotated[str, typer.Option(help="served model; may be left out if there is one")] = "",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="keep the k most likely tokens; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="keep the likeliest tokens of this mass")] = 1.0,
+    seed: Seed = None,
+    raw: Annotated[bool, typer.Option(help="the prompt is text to go on with, not a question")] = False,
+    speculate: Speculate = True,
+) -> None:
+    """Streams the answer to one prompt; tokens that a draft had guessed are coloured."""
+    options = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "speculate": speculate,
+    }
+    asked: Prompt = prompt if raw else [Message("user", prompt)]
+    run(_generate(address or _record(name).address, asked, options))
+
+
+@app.command()
+def chat(
+    name: Name = "default",
+    address: Address = "",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+) -> None:
+    """Talks with the target, turn by turn; /quit ends."""
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    run(_chat(address or _record(name).address, options))
+
+
+@app.command()
+def demo(
+    config: Config = DEMO_CONFIG,
+    max_tokens: Annotated[int, typer.Option(min=2, help="tokens per answer")] = 64,
+    timeout: Annotated[float, typer.Option(min=1, help="longest wait until all is ready, seconds")] = 600.0,
+) -> None:
+    """Starts a small cluster here, answers eight prompts with and without drafts, compares, and stops it."""
+    from draftwood.demo import run_demo
+
+    if not run(run_demo(console, load_cluster_config(config), max_tokens, timeout)):
+        raise typer.Exit(1)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs to the end; Ctrl-C ends with exit code 130."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _advice(error: DraftwoodError) -> str:
+    if error.reason in ("ROUTER_UNREACHABLE", "NO_CLUSTER"):
+        return "; start a cluster with: draftwood up --config deploy/examples/demo.yaml"
+    return ""
+
+
+def _record(name: str) -> Any:
+    """The running cluster of that name. Raises NotFound NO_CLUSTER."""
+    from router.supervisor import read_record, state_path
+
+    record = read_record(state_path(name))
+    if record is None:
+        raise NotFound("NO_CLUSTER", f"no cluster named {name!r} is running here, and no --address was given")
+    return record
+
+
+async def _hold_cluster(config: ClusterConfig, timeout_s: float) -> None:
+    from router.pools import Cluster
+    from router.supervisor import STOP_GRACE_S, stop_signal
+
+    cluster = Cluster(config)
+    try:
+        await watch_start(console, cluster, config, timeout_s)
+        stopping = stop_signal()
+        _say_ready(cluster.address, f"--address {cluster.address}", "Ctrl-C")
+        await stopping.wait()
+    finally:
+        await cluster.stop(STOP_GRACE_S)
+
+
+async def _start_supervisor(config: ClusterConfig, path: Path, timeout_s: float) -> None:
+    from router.supervisor import MODULE, read_record, state_path
+
+    state = state_path(config.name)
+    if read_record(state):
+        raise Unavailable("ALREADY_UP", f"a cluster named {config.name!r} is running; see: draftwood status")
+    state.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    log = state.with_suffix(".log")
+    command = [sys.executable, "-m", MODULE, "--config", str(path), "--state", str(state)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        async with asyncio.timeout(timeout_s):
+            address = await _await_ready(config, state, process, log)
+    except (TimeoutError, DraftwoodError, asyncio.CancelledError) as error:
+        await asyncio.to_thread(_end, process)
+        if isinstance(error, TimeoutError):
+            raise Unavailable("NOT_READY", f"not ready after {timeout_s:g} s; its log: {log}") from error
+        raise
+    name = "" if config.name == "default" else f"--name {config.name}"
+    _say_ready(address, name, f"draftwood down {name}".strip())
+
+
+async def _await_ready(config: ClusterConfig, state: Path, process: subprocess.Popen[bytes], log: Path) -> str:
+    """Follows the start; returns the router's address. Raises Unavailable START_FAILED when the supervisor ends."""
+    from router.supervisor import read_record
+
+    with StartView(console, worker_totals(config)) as view:
+        view.update("router", "router", "starting")
+        while not (record := read_record(state)):
+            _check(process, log)
+            await asyncio.sleep(POLL_S)
+        view.update("router", "router", "ready")
+        async with DraftwoodClient(record.address) as client:
+            while not view.ready:
+                _check(process, log)
+                _update(view, await client.status())
+                await asyncio.sleep(POLL_S)
+    return str(record.address)
+
+
+def _update(view: StartView, state: ClusterState) -> None:
+    for role, workers in (("verifier", state.verifiers), ("draft", state.drafts)):
+        for worker in workers:
+            stage = "ready" if worker.health == "ready" else "lost" if worker.health == "lost" else "loading"
+            view.update(role, worker.address, stage)  # type: ignore[arg-type]
+
+
+def _check(process: subprocess.Popen[bytes], log: Path) -> None:
+    if process.poll() is not None:
+        said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
+        told = said[-1].removeprefix("error: ") if said else f"exit code {process.returncode}"
+        raise Unavailable("START_FAILED", f"{told}; its log: {log}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _say_ready(address: str, where: str, stop: str) -> None:
+    console.print(f"router serves at {address}", highlight=False)
+    console.print(f'try:  draftwood generate {where} "Why is the sky blue?"'.replace("  ", " "), highlight=False)
+    console.print(f"stop: {stop}", highlight=False)
+
+
+async def _show_status(address: str, watch: bool) -> None:
+    async with DraftwoodClient(address) as client:
+        if not watch:
+            console.print(*status_tables(await client.status()), sep="\n")
+            return
+        with Live(console=console) as live:
+            async for state in client.watch_status():
+                live.update(Group(*status_tables(state)))
+
+
+async def _generate(address: str, prompt: Prompt, options: dict[str, Any]) -> None:
+    async with DraftwoodClient(address) as client:
+        await _stream(client, prompt, options)
+
+
+async def _stream(client: DraftwoodClient, prompt: Prompt, options: dict[str, Any]) -> str:
+    """Shows the answer as it comes and a summary; returns its text."""
+    pieces: list[str] = []
+    async for event in client.generate(prompt, **options):
+        if isinstance(event, Chunk):
+            pieces += event.pieces
+            show_chunk(console, event)
+        elif isinstance(event, Finished):
+            console.print(f"\n{summary(event)}", style="dim", highlight=False)
+    return "".join(pieces)
+
+
+async def _chat(address: str, options: dict[str, Any]) -> None:
+    history: list[Message] = []
+    async with DraftwoodClient(address) as client:
+        await client.models()  # says at once if nobody is there
+        with suppress(EOFError):
+            while (line := (await asyncio.to_thread(console.input, "[bold]you>[/] ")).strip()) != "/quit":
+                if line:
+                    history = await _turn(client, history, line, options)
+
+
+async def _turn(client: DraftwoodClient, history: list[Message], line: str, options: dict[str, Any]) -> list[Message]:
+    """The history with the new turn and its answer; as it was if there is none."""
+    asked = [*history, Message("user", line)]
+    try:
+        return [*asked, Message("assistant", await _stream(client, asked, options))]
+    except DraftwoodError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        return history

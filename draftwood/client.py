@@ -1,0 +1,386 @@
+"""The client library: streams a generation from the router and survives the router's restart.
+
+Offsets are checked on every chunk, so a caller sees each token once and in order or gets an error. When the
+connection breaks in mid-stream, the client asks again by value (prompt, parameters, the seed named in ``Started``
+and the tokens it has) until a router answers or ``resume_timeout_s`` is over; noise is keyed by position, so the
+text goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import grpc
+import grpc.aio
+
+from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted, Unavailable
+from draftwood.rpc.channel import open_channel
+from draftwood.rpc.status import from_rpc_error
+from draftwood.v1 import router_pb2, router_pb2_grpc, verifier_pb2
+from draftwood.wire import error_from_proto
+
+STATUS_TIMEOUT_S = 10.0
+RESUME_PAUSE_S = 0.25
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""Text as it stands, a chat for the target's template, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    session_id: str
+    model: str
+    seed: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one verify step; the first ``accepted`` had been guessed by a draft."""
+
+    offset: int  # generated tokens before this chunk
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]  # text that became printable with each token
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    nodes_verified: int
+    nodes_accepted: int
+    nodes_stale: int
+    first_token_s: float
+    total_s: float
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean tokens of a verify step."""
+        return self.completion_tokens / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reason: Literal["stop", "length", "cancelled", "unspecified"]
+    usage: Usage
+
+
+Event = Started | Chunk | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A served model."""
+
+    name: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierState:
+    address: str
+    health: str  # starting, ready, lost, draining
+    model: str
+    device: str
+    running: int
+    waiting: int
+    max_sessions: int
+    free_pages: int
+    total_pages: int
+    step_ms: float
+    width: float
+    steps: int
+    tokens: int
+    nodes_verified: int
+    nodes_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    address: str
+    health: str
+    kind: str
+    model: str
+    sessions: int
+    max_sessions: int
+    nodes_drafted: int
+    idle_share: float
+    round_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """What the router knows of its pools."""
+
+    incarnation: str
+    verifiers: tuple[VerifierState, ...]
+    drafts: tuple[DraftState, ...]
+    requests: int
+    requests_total: int
+    requests_failed: int
+    draft_reattachments: int
+    verifier_migrations: int
+
+
+class DraftwoodClient:
+    """Talks to one router; usable as an async context manager. Every method raises DraftwoodError."""
+
+    def __init__(self, address: str, *, resume_timeout_s: float = 30.0) -> None:
+        self.address = address
+        self._resume_timeout_s = resume_timeout_s
+        self._channel = open_channel(address)
+        self._stub: Any = router_pb2_grpc.RouterServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> DraftwoodClient:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        max_tokens: int = 0,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        speculate: bool = True,
+        max_nodes: int = 0,
+    ) -> AsyncGenerator[Event]:
+        """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit."""
+        generation = verifier_pb2.Generation(
+            sampling=verifier_pb2.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes),
+        )
+        _set_prompt(generation, prompt)
+        request = router_pb2.RouterServiceGenerateRequest(model=model, generation=generation)
+        async with aclosing(self._resumed(request)) as events:
+            async for event in events:
+                yield event
+
+    async def status(self) -> ClusterState:
+        answer = await self._ask(self._stub.GetStatus(router_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S))
+        return _cluster_state(answer.status)
+
+    async def watch_status(self) -> AsyncIterator[ClusterState]:
+        """The status now and about once a second."""
+        call = self._stub.WatchStatus(router_pb2.WatchStatusRequest())
+        try:
+            async for answer in call:
+                yield _cluster_state(answer.status)
+        except grpc.RpcError as error:
+            raise self._explained(error) from error
+        finally:
+            call.cancel()
+
+    async def models(self) -> tuple[ModelState, ...]:
+        answer = await self._ask(self._stub.ListModels(router_pb2.ListModelsRequest(), timeout=STATUS_TIMEOUT_S))
+        return tuple(_model_state(model) for model in answer.models)
+
+    async def _ask(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.RpcError as error:
+            raise self._explained(error) from error
+
+    async def _resumed(self, request: router_pb2.RouterServiceGenerateRequest) -> AsyncGenerator[Event]:
+        """The events of one generation over as many calls as it takes; ``request`` grows with what has come."""
+        started = False
+        give_up = 0.0  # when the current break is no longer worth waiting for
+        while True:
+            refusable = True  # nothing of this call has been served yet
+            try:
+                async with aclosing(self._call(request)) as events:
+                    async for event in events:
+                        refusable = False
+                        if isinstance(event, Chunk):
+                            give_up = 0.0
+                        if isinstance(event, Started):
+                            request.generation.sampling.seed = event.seed
+                            if started:
+                                continue
+                            started = True
+                        yield event
+                return
+            except (Unavailable, ResourceExhausted) as error:
+                passing = refusable or isinstance(error, Unavailable)
+                give_up = give_up or time.monotonic() + self._resume_timeout_s
+                if not (started and passing) or time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(RESUME_PAUSE_S)
+
+    async def _call(self, request: router_pb2.RouterServiceGenerateRequest) -> AsyncGenerator[Event]:
+        """One call's events; raises its in-band error rather than its status."""
+        call = self._stub.Generate(request)
+        said: DraftwoodError | None = None
+        finished = False
+        try:
+            async for answer in call:
+                if answer.event.HasField("error"):
+                    said = error_from_proto(answer.event.error)
+                    continue
+                event = _event(answer.event)
+                if isinstance(event, Chunk):
+                    _check_and_keep(request.generation, event)
+                finished = finished or isinstance(event, Finished)
+                yield event
+        except grpc.RpcError as error:
+            if not finished:
+                raise said or self._explained(error) from error
+        finally:
+            call.cancel()
+        if not finished:
+            raise said or Unavailable("TRANSPORT", f"{self.address} ended the answer without a last word")
+
+    def _explained(self, error: grpc.RpcError) -> DraftwoodError:
+        meant = from_rpc_error(error)
+        if isinstance(meant, Unavailable) and meant.reason == "TRANSPORT":
+            return Unavailable("ROUTER_UNREACHABLE", f"no router at {self.address} ({meant.message})")
+        return meant
+
+
+def _set_prompt(generation: verifier_pb2.Generation, prompt: Prompt) -> None:
+    """Raises InvalidArgument PROMPT for a mixture of messages and ids."""
+    if isinstance(prompt, str):
+        generation.text = prompt
+    elif all(isinstance(part, Message) for part in prompt):
+        turns = [verifier_pb2.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, Message)]
+        generation.chat.CopyFrom(verifier_pb2.Chat(messages=turns))
+    elif all(isinstance(part, int) for part in prompt):
+        generation.token_ids.CopyFrom(verifier_pb2.TokenIds(ids=[part for part in prompt if isinstance(part, int)]))
+    else:
+        raise InvalidArgument("PROMPT", "a prompt is a text, messages, or token ids", field="prompt")
+
+
+def _check_and_keep(generation: verifier_pb2.Generation, chunk: Chunk) -> None:
+    """Adds the chunk to what has been received. Raises Internal CHUNK_GAP if it does not fit behind it."""
+    received = len(generation.resume_tokens)
+    if chunk.offset != received:
+        raise Internal("CHUNK_GAP", f"chunk at offset {chunk.offset}, but {received} tokens came before")
+    generation.resume_tokens.extend(chunk.tokens)
+
+
+def _event(event: verifier_pb2.GenerationEvent) -> Event:
+    if event.HasField("started"):
+        started = event.started
+        return Started(started.session_id, started.model, started.seed, started.prompt_tokens)
+    if event.HasField("chunk"):
+        chunk = event.chunk
+        return Chunk(chunk.offset, tuple(chunk.tokens), tuple(chunk.pieces), chunk.accepted)
+    return Finished(_REASONS[event.finished.reason], _usage(event.finished.usage))
+
+
+_REASONS: dict[int, Literal["stop", "length", "cancelled", "unspecified"]] = {
+    verifier_pb2.FINISH_REASON_UNSPECIFIED: "unspecified",
+    verifier_pb2.FINISH_REASON_STOP: "stop",
+    verifier_pb2.FINISH_REASON_LENGTH: "length",
+    verifier_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+def _usage(usage: verifier_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        steps=usage.steps,
+        nodes_verified=usage.nodes_verified,
+        nodes_accepted=usage.nodes_accepted,
+        nodes_stale=usage.nodes_stale,
+        first_token_s=usage.first_token_s,
+        total_s=usage.total_s,
+    )
+
+
+def _cluster_state(status: router_pb2.Status) -> ClusterState:
+    return ClusterState(
+        incarnation=status.incarnation,
+        verifiers=tuple(_verifier_state(verifier) for verifier in status.verifiers),
+        drafts=tuple(_draft_state(draft) for draft in status.drafts),
+        requests=status.requests,
+        requests_total=status.requests_total,
+        requests_failed=status.requests_failed,
+        draft_reattachments=status.draft_reattachments,
+        verifier_migrations=status.verifier_migrations,
+    )
+
+
+def _health(health: router_pb2.Health) -> str:
+    return router_pb2.Health.Name(health).removeprefix("HEALTH_").lower()
+
+
+def _verifier_state(verifier: router_pb2.VerifierStatus) -> VerifierState:
+    load = verifier.load
+    return VerifierState(
+        address=verifier.address,
+        health=_health(verifier.health),
+        model=verifier.model.name,
+        device=verifier.model.device,
+        running=load.running,
+        waiting=load.waiting,
+        max_sessions=load.max_sessions,
+        free_pages=load.free_pages,
+        total_pages=load.total_pages,
+        step_ms=load.step_ms,
+        width=load.width,
+        steps=load.steps,
+        tokens=load.tokens,
+        nodes_verified=load.nodes_verified,
+        nodes_accepted=load.nodes_accepted,
+    )
+
+
+def _draft_state(draft: router_pb2.DraftStatus) -> DraftState:
+    load = draft.load
+    return DraftState(
+        address=draft.address,
+        health=_health(draft.health),
+        kind=draft.draft.kind,
+        model=draft.draft.model,
+        sessions=load.sessions,
+        max_sessions=load.max_sessions,
+        nodes_drafted=load.nodes_drafted,
+        idle_share=load.idle_share,
+        round_ms=load.round_ms,
+    )
+
+
+def _model_state(model: verifier_pb2.ModelInfo) -> ModelState:
+    return ModelState(
+        name=model.name,
+        dtype=model.dtype,
+        device=model.device,
+        vocab_size=model.tokenizer.vocab_size,
+        max_context_tokens=model.caps.max_context_tokens,
+    )

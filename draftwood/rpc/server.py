@@ -1,0 +1,108 @@
+"""The gRPC server that every role hosts: services, standard health, reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from draftwood.errors import InvalidArgument, Unavailable
+from draftwood.rpc.handlers import CallGuard, DecodeFailure, build_handlers, method_name
+from draftwood.telemetry import METRICS, Metrics
+
+__all__ = ["DecodeFailure", "RpcServer"]
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+MAX_CONCURRENT: Final = 1024
+
+
+class RpcServer:
+    """Serves the added services on one port, until stopped; one use only.
+
+    A request over ``max_message_bytes`` ends its call with RESOURCE_EXHAUSTED before a servicer sees it. Over
+    ``max_concurrent`` calls, further ones are refused at once; health and reflection do not count and go on answering.
+    Health is NOT_SERVING until ``set_serving``.
+    """
+
+    def __init__(
+        self,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_concurrent: int = MAX_CONCURRENT,
+        metrics: Metrics = METRICS,
+    ) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._metrics = metrics
+        self._guard = CallGuard(max_concurrent, metrics)
+        self._services: list[tuple[ServiceDescriptor, object]] = []
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    def add(self, service: ServiceDescriptor, servicer: object) -> None:
+        """Adds a service before the start; ``rpc.handlers`` says what a servicer is."""
+        self._services.append((service, servicer))
+        self._metrics.add_methods(method_name(method) for method in service.methods)
+
+    async def start(self, listen: str) -> str:
+        """Starts on host:port and returns the same with the bound port (0 picks a free one).
+
+        Raises InvalidArgument CONFIG if ``listen`` is no such address, Unavailable BIND if it cannot be had.
+        """
+        host = _host(listen)
+        server = grpc.aio.server(options=_options(self._max_message_bytes))
+        self._register(server)
+        await self.set_serving(False)
+        port = _bind(server, listen)
+        await server.start()
+        self._server = server
+        return f"{host}:{port}"
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers([build_handlers(*entry, self._guard) for entry in self._services])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [service.full_name for service, _ in self._services]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+
+    def set_serving(self, serving: bool) -> asyncio.Future[list[None]]:
+        """Flips the health of every service and of the server as a whole (""); await it to have told the watchers."""
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if serving else response.NOT_SERVING
+        names = ["", *(service.full_name for service, _ in self._services)]
+        return asyncio.gather(*(self._health.set(name, status) for name in names))
+
+    async def stop(self, grace_s: float) -> None:
+        """Health goes to NOT_SERVING for good, new calls are refused, running ones are cancelled after the grace."""
+        await self._health.enter_graceful_shutdown()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+
+def _host(listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise InvalidArgument("CONFIG", f"{listen!r} is no host:port to listen on", field="listen")
+    return host
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> int:
+    try:
+        return server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise Unavailable("BIND", f"cannot listen on {listen}: {error}") from error
+
+
+def _options(max_message_bytes: int) -> Sequence[tuple[str, int]]:
+    return (
+        ("grpc.so_reuseport", 0),  # two servers on one port are an error, not a lottery
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # Our channels ping every 10 s; gRPC's default allows one ping in 5 minutes and then cuts the connection.
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+    )

@@ -1,0 +1,117 @@
+"""Logs and metrics of every role.
+
+Logs are structlog events on stderr. Metrics live in a registry of their own, so that several services, or several
+imports of this module, fit in one process. All label values are known in advance and exist from the first scrape on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+from typing import Final, Literal, cast, get_args
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+from draftwood.errors import BY_STATUS, InvalidArgument
+
+Fate = Literal["drafted", "verified", "accepted", "stale", "refused"]
+SessionState = Literal["waiting", "running"]
+PageOwner = Literal["free", "session", "prefix"]
+
+RPC_CODES: Final = ("OK", "CANCELLED", *BY_STATUS)
+STEP_BUCKETS_S: Final = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """The logger of one module; follows later calls of ``configure_logging``."""
+    return cast(FilteringBoundLogger, structlog.get_logger(module=name))
+
+
+def configure_logging(role: str, json: bool, level: str = "INFO") -> None:
+    """Sends this process's events of ``level`` and above to stderr, one JSON object a line or for people.
+
+    Warnings of libraries that use stdlib logging come out in the same form. Raises InvalidArgument CONFIG for an
+    unknown level.
+    """
+    chain, renderers = _event_processors(role), _renderers(json)
+    structlog.configure(
+        processors=[*chain, *renderers],
+        wrapper_class=structlog.make_filtering_bound_logger(_level_number(level)),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    _forward_stdlib(chain, renderers)
+
+
+def _level_number(level: str) -> int:
+    levels = logging.getLevelNamesMapping()
+    if level.upper() not in levels:
+        raise InvalidArgument("CONFIG", f"log level {level!r} is not one of {', '.join(levels)}", field="level")
+    return levels[level.upper()]
+
+
+def _event_processors(role: str) -> list[Processor]:
+    def add_role(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event["role"] = role
+        return event
+
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        add_role,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+
+
+def _renderers(json: bool) -> list[Processor]:
+    if json:
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+
+
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Ours among the root logger's handlers."""
+
+
+def _forward_stdlib(chain: list[Processor], renderers: list[Processor]) -> None:
+    handler = _StderrHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=chain,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [other for other in root.handlers if not isinstance(other, _StderrHandler)] + [handler]
+
+
+class Metrics:
+    """The metrics of one process, as ready-made children; an unknown label value is a KeyError."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._rpc = Counter("draftwood_rpc", "Calls ended", ["method", "code"], registry=self.registry)
+        nodes = Counter("draftwood_nodes", "Draft nodes by what became of them", ["fate"], registry=self.registry)
+        self.nodes: dict[Fate, Counter] = {fate: nodes.labels(fate) for fate in get_args(Fate)}
+        self.tokens = Counter("draftwood_tokens", "Tokens committed", registry=self.registry)
+        self.steps = Counter("draftwood_steps", "Verify steps", registry=self.registry)
+        self.step_seconds = Histogram(
+            "draftwood_step_seconds", "Duration of a verify step", buckets=STEP_BUCKETS_S, registry=self.registry
+        )
+        sessions = Gauge("draftwood_sessions", "Sessions by state", ["state"], registry=self.registry)
+        self.sessions: dict[SessionState, Gauge] = {state: sessions.labels(state) for state in get_args(SessionState)}
+        pages = Gauge("draftwood_kv_pages", "KV pages by owner", ["owner"], registry=self.registry)
+        self.kv_pages: dict[PageOwner, Gauge] = {owner: pages.labels(owner) for owner in get_args(PageOwner)}
+        self.rpc: dict[tuple[str, str], Counter] = {}
+
+    def add_methods(self, methods: Iterable[str]) -> None:
+        """Makes ``rpc[method, code]`` for every code, at zero; known methods keep their counts."""
+        for method in methods:
+            self.rpc.update({(method, code): self._rpc.labels(method, code) for code in RPC_CODES})
+
+
+METRICS: Final = Metrics()

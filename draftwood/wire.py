@@ -1,0 +1,300 @@
+"""Between protobuf messages and the values that the services work on.
+
+A *growth* is a set of new nodes of one session's tree. On the wire, the growths of all sessions share packed columns,
+about eight bytes a node. Every check that needs no tree is made here, on whole columns at once: what ``decode_growth``
+returns has parents below their children, tokens inside the vocabulary and finite scores <= 0. Whether the parents exist
+is for the tree to say.
+
+A parent must have a smaller id than its child. This excludes every cycle: one node long it is a node that names itself
+(TREE_CYCLE), any longer one contains a parent that comes later than its child (TREE_FORWARD_PARENT).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from google.rpc import code_pb2
+
+from draftwood.errors import BY_STATUS, DraftwoodError, Internal, InvalidArgument
+from draftwood.v1 import draft_pb2, tree_pb2
+from draftwood.vocabulary import Fingerprint
+
+UINT32_MAX: Final = 2**32 - 1
+MAX_TEXT_BYTES: Final = 1024  # an error's texts end up in HTTP/2 metadata, of which gRPC takes 8 KiB
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionGrowth:
+    """New nodes of one session, ids counting up from ``first_id``."""
+
+    handle: int
+    epoch: int
+    first_id: int
+    parent: npt.NDArray[np.int64]  # [n] node ids; 0: the anchor of `epoch`
+    token: npt.NDArray[np.int32]  # [n]
+    score: npt.NDArray[np.float32]  # [n] log-probability, <= 0
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCommit:
+    """The verifier's answer to a session's tree.
+
+    ``node_ids`` are the accepted nodes, which carry the first of ``tokens``; 0 if this draft did not draw the node.
+    """
+
+    handle: int
+    epoch: int
+    length: int
+    tokens: tuple[int, ...]
+    node_ids: tuple[int, ...]
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One session's growth, refused as a whole; the session stays usable."""
+
+    handle: int
+    error: InvalidArgument
+
+
+def encode_growth(growths: Sequence[SessionGrowth]) -> tree_pb2.Growth:
+    """Packs the growths; parents are counted from the lowest one, so that they stay small."""
+    bases = [_parent_base(growth.parent) for growth in growths]
+    return tree_pb2.Growth(
+        handle=[growth.handle for growth in growths],
+        epoch=[growth.epoch for growth in growths],
+        first_id=[growth.first_id for growth in growths],
+        parent_base=bases,
+        count=[len(growth.parent) for growth in growths],
+        complete=[growth.complete for growth in growths],
+        parent=[
+            parent - base if parent else 0
+            for growth, base in zip(growths, bases, strict=True)
+            for parent in growth.parent.tolist()
+        ],
+        token=[token for growth in growths for token in growth.token.tolist()],
+        score=[score for growth in growths for score in growth.score.tolist()],
+    )
+
+
+def _parent_base(parent: npt.NDArray[np.int64]) -> int:
+    drawn = parent[parent > 0]
+    return int(drawn.min()) - 1 if drawn.size else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """A Growth whose columns have matching lengths; session s has the nodes [bounds[s], bounds[s + 1])."""
+
+    message: tree_pb2.Growth
+    bounds: list[int]
+    own: npt.NDArray[np.int64]  # [n] ids of the nodes
+    parent: npt.NDArray[np.int64]  # [n] ids of the parents; 0: anchor
+    token: npt.NDArray[np.int64]  # [n]
+    score: npt.NDArray[np.float32]  # [n]
+
+
+def decode_growth(
+    message: tree_pb2.Growth, *, vocab_size: int, max_nodes: int
+) -> tuple[list[SessionGrowth], list[Refusal]]:
+    """Unpacks and checks a message; ``max_nodes`` holds for each entry, 0: no limit.
+
+    Raises InvalidArgument TREE_LENGTH_MISMATCH if the columns do not fit together. Any other fault refuses the growth
+    of the session that it is in and leaves the others: TREE_TOO_LARGE, TREE_BAD_ID, and for the first faulty node
+    TREE_CYCLE, TREE_FORWARD_PARENT, TREE_TOKEN_OUT_OF_VOCABULARY or TREE_BAD_SCORE.
+    """
+    columns = _read_columns(message)
+    faulty = _faulty_nodes(columns, vocab_size)
+    growths: list[SessionGrowth] = []
+    refusals: list[Refusal] = []
+    for session, handle in enumerate(message.handle):
+        error = _entry_fault(columns, session, max_nodes) or _node_fault(columns, session, faulty, vocab_size)
+        if error:
+            refusals.append(Refusal(handle, error))
+        else:
+            growths.append(_session_growth(columns, session))
+    return growths, refusals
+
+
+def _read_columns(message: tree_pb2.Growth) -> _Columns:
+    count = np.fromiter(message.count, np.int64, len(message.count))
+    _check_lengths(message, int(count.sum()))
+    nodes = len(message.parent)
+    bounds = np.zeros(len(count) + 1, np.int64)
+    np.cumsum(count, out=bounds[1:])
+    first_id = np.fromiter(message.first_id, np.int64, len(count))
+    base = np.fromiter(message.parent_base, np.int64, len(count))
+    relative = np.fromiter(message.parent, np.int64, nodes)
+    return _Columns(
+        message=message,
+        bounds=bounds.tolist(),
+        own=np.arange(nodes) + np.repeat(first_id - bounds[:-1], count),
+        parent=np.where(relative > 0, relative + np.repeat(base, count), 0),
+        token=np.fromiter(message.token, np.int64, nodes),
+        score=np.fromiter(message.score, np.float32, nodes),
+    )
+
+
+def _check_lengths(message: tree_pb2.Growth, nodes: int) -> None:
+    sessions = len(message.handle)
+    for name in ("epoch", "first_id", "parent_base", "count", "complete"):
+        _check_length(f"growth.{name}", len(getattr(message, name)), sessions, "sessions")
+    for name in ("parent", "token", "score"):
+        _check_length(f"growth.{name}", len(getattr(message, name)), nodes, "nodes")
+
+
+def _check_length(field: str, length: int, expected: int, what: str) -> None:
+    if length != expected:
+        raise InvalidArgument("TREE_LENGTH_MISMATCH", f"{length} entries for {expected} {what}", field=field)
+
+
+def _faulty_nodes(columns: _Columns, vocab_size: int) -> npt.NDArray[np.int64]:
+    """Indices of the faulty nodes, ascending."""
+    score = columns.score
+    fine = (columns.parent < columns.own) & (columns.token < vocab_size) & (score <= 0) & np.isfinite(score)
+    return np.flatnonzero(~fine)
+
+
+def _entry_fault(columns: _Columns, session: int, max_nodes: int) -> InvalidArgument | None:
+    count = columns.message.count[session]
+    first_id = columns.message.first_id[session]
+    if max_nodes and count > max_nodes:
+        text = f"{count} nodes in one growth; the limit is {max_nodes}"
+        return InvalidArgument("TREE_TOO_LARGE", text, field=f"growth.count[{session}]")
+    if first_id == 0 or first_id + count - 1 > UINT32_MAX:
+        text = f"{count} nodes from id {first_id}; ids run from 1 to {UINT32_MAX}"
+        return InvalidArgument("TREE_BAD_ID", text, field=f"growth.first_id[{session}]")
+    return None
+
+
+def _node_fault(
+    columns: _Columns, session: int, faulty: npt.NDArray[np.int64], vocab_size: int
+) -> InvalidArgument | None:
+    if not faulty.size:
+        return None
+    at = int(np.searchsorted(faulty, columns.bounds[session]))
+    if at == faulty.size or faulty[at] >= columns.bounds[session + 1]:
+        return None
+    return _describe_fault(columns, int(faulty[at]), vocab_size)
+
+
+def _describe_fault(columns: _Columns, node: int, vocab_size: int) -> InvalidArgument:
+    own, parent, token = int(columns.own[node]), int(columns.parent[node]), int(columns.token[node])
+    if parent == own:
+        return InvalidArgument("TREE_CYCLE", f"node {own} is its own parent", field=f"growth.parent[{node}]")
+    if parent > own:
+        text = f"parent {parent} of node {own} comes later than the node"
+        return InvalidArgument("TREE_FORWARD_PARENT", text, field=f"growth.parent[{node}]")
+    if token >= vocab_size:
+        text = f"token {token}; the vocabulary has {vocab_size}"
+        return InvalidArgument("TREE_TOKEN_OUT_OF_VOCABULARY", text, field=f"growth.token[{node}]")
+    text = f"score {columns.score[node]} is not a finite number <= 0"
+    return InvalidArgument("TREE_BAD_SCORE", text, field=f"growth.score[{node}]")
+
+
+def _session_growth(columns: _Columns, session: int) -> SessionGrowth:
+    message = columns.message
+    nodes = slice(columns.bounds[session], columns.bounds[session + 1])
+    return SessionGrowth(
+        handle=message.handle[session],
+        epoch=message.epoch[session],
+        first_id=message.first_id[session],
+        parent=columns.parent[nodes],
+        token=columns.token[nodes].astype(np.int32),
+        score=columns.score[nodes],
+        complete=message.complete[session],
+    )
+
+
+def encode_commits(commits: Sequence[SessionCommit]) -> draft_pb2.Commits:
+    return draft_pb2.Commits(
+        handle=[commit.handle for commit in commits],
+        epoch=[commit.epoch for commit in commits],
+        length=[commit.length for commit in commits],
+        accepted=[len(commit.node_ids) for commit in commits],
+        count=[len(commit.tokens) for commit in commits],
+        budget=[commit.budget for commit in commits],
+        token=[token for commit in commits for token in commit.tokens],
+        node_id=[node_id for commit in commits for node_id in commit.node_ids],
+    )
+
+
+def decode_commits(message: draft_pb2.Commits) -> list[SessionCommit]:
+    """Unpacks a message; raises InvalidArgument TREE_LENGTH_MISMATCH if the columns do not fit together."""
+    sessions = len(message.handle)
+    for name in ("epoch", "length", "accepted", "count", "budget"):
+        _check_length(f"commits.{name}", len(getattr(message, name)), sessions, "sessions")
+    _check_length("commits.token", len(message.token), sum(message.count), "tokens")
+    _check_length("commits.node_id", len(message.node_id), sum(message.accepted), "accepted nodes")
+    _check_accepted(message)
+    rows = zip(message.handle, message.epoch, message.length, message.budget, strict=True)
+    tokens, node_ids = _slices(message.token, message.count), _slices(message.node_id, message.accepted)
+    return [
+        SessionCommit(handle, epoch, length, next(tokens), next(node_ids), budget)
+        for handle, epoch, length, budget in rows
+    ]
+
+
+def _check_accepted(message: draft_pb2.Commits) -> None:
+    for session, (accepted, count) in enumerate(zip(message.accepted, message.count, strict=True)):
+        if accepted > count:
+            text = f"{accepted} accepted nodes carry {count} tokens"
+            raise InvalidArgument("TREE_LENGTH_MISMATCH", text, field=f"commits.accepted[{session}]")
+
+
+def _slices(column: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    bounds = np.cumsum([0, *counts]).tolist()
+    return (tuple(column[start:end]) for start, end in pairwise(bounds))
+
+
+def error_to_proto(error: DraftwoodError) -> tree_pb2.Error:
+    """The in-band form; texts are cut to what fits into metadata as well."""
+    return tree_pb2.Error(
+        code=code_pb2.Code.Value(error.status),
+        reason=error.reason,
+        message=_clipped(error.message, MAX_TEXT_BYTES),
+        field=_clipped(error.field, MAX_TEXT_BYTES // 4),
+        retry_after_ms=error.retry_after_ms,
+    )
+
+
+def _clipped(text: str, max_bytes: int) -> str:
+    return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
+
+
+def error_from_proto(message: tree_pb2.Error) -> DraftwoodError:
+    """The error as the peer raised it; a code that we do not use becomes Internal."""
+    known = message.code in code_pb2.Code.values()
+    kind = BY_STATUS.get(code_pb2.Code.Name(message.code), Internal) if known else Internal
+    reason = message.reason or "INTERNAL"
+    return kind(reason, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
+
+
+def smaller_caps(a: draft_pb2.Caps, b: draft_pb2.Caps) -> draft_pb2.Caps:
+    """The limits that hold between two sides: the smaller of each; 0 is no limit."""
+    names = [field.name for field in draft_pb2.Caps.DESCRIPTOR.fields]
+    return draft_pb2.Caps(**{name: _smaller(getattr(a, name), getattr(b, name)) for name in names})
+
+
+def _smaller(a: int, b: int) -> int:
+    return min(a, b) if a and b else max(a, b)
+
+
+def tokenizer_to_proto(fingerprint: Fingerprint) -> draft_pb2.TokenizerInfo:
+    return draft_pb2.TokenizerInfo(
+        size=fingerprint.size,
+        sha256=fingerprint.sha256,
+        vocab_size=fingerprint.vocab_size,
+        special_ids=fingerprint.special_ids,
+    )
+
+
+def tokenizer_from_proto(message: draft_pb2.TokenizerInfo) -> Fingerprint:
+    return Fingerprint(message.size, message.sha256, message.vocab_size, tuple(message.special_ids))

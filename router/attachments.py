@@ -1,0 +1,157 @@
+"""The draft workers of one session: attached beside the token path, replaced when lost, detached at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from draftwood.errors import DraftwoodError, ResourceExhausted, Unavailable
+from draftwood.rpc.status import from_rpc_error
+from draftwood.telemetry import get_logger
+from draftwood.v1 import draft_pb2, draft_pb2_grpc
+from router.balancing import choose_drafts
+from router.registry import Worker
+from router.state import RouterState
+
+CONTROL_TIMEOUT_S = 5.0
+REST_S = 1.0
+"""How long a worker that could not take a session is left alone by that session."""
+IDLE_S = 60.0
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a draft worker must know to join."""
+
+    session_id: str
+    ticket: bytes
+    verifier_address: str
+
+
+class Attachments:
+    """Keeps up to ``wanted`` draft workers on a session for as long as it lasts."""
+
+    def __init__(self, state: RouterState, session: Session, wanted: int) -> None:
+        self._state = state
+        self._registry = state.registry
+        self._session = session
+        self._wanted = wanted
+        self._attached: dict[Worker, str] = {}  # with the incarnation that was asked
+        self._asked: set[Worker] = set()  # may have joined: must be told to leave
+        self._resting: dict[Worker, float] = {}  # until this time
+        self._owed = 0  # lost and not yet replaced
+        self._keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._wanted and not self._keeper:
+            self._keeper = self._state.background.spawn(self._keep())
+
+    def release(self) -> None:
+        """Ends the session for its drafts; returns at once."""
+        if self._keeper:
+            self._keeper.cancel()
+            self._state.background.spawn(self._detach_all(self._keeper))
+
+    async def _keep(self) -> None:
+        while True:
+            self._drop_lost()
+            await self._fill()
+            await self._registry.changed(REST_S if len(self._attached) < self._wanted else IDLE_S)
+
+    def _drop_lost(self) -> None:
+        for worker in [worker for worker in self._attached if not self._serves(worker)]:
+            self._let_go(worker)
+            self._owed += 1
+
+    def _serves(self, worker: Worker) -> bool:
+        return self._registry.alive(worker) and worker.incarnation == self._attached[worker]
+
+    async def _fill(self) -> None:
+        workers = self._missing()
+        while workers:
+            await asyncio.gather(*(self._attach(worker) for worker in workers))
+            self._drop_lost()
+            workers = self._missing()
+
+    def _missing(self) -> list[Worker]:
+        chosen = choose_drafts(
+            self._registry.draft_views(),
+            self._wanted - len(self._attached),
+            serving=_addresses(self._attached.keys() | self._at_rest()),
+            kinds={worker.draft.kind for worker in self._attached if worker.draft},
+        )
+        return [self._registry.by_address(view.key) for view in chosen]
+
+    def _at_rest(self) -> set[Worker]:
+        now = time.monotonic()
+        return {worker for worker, until in self._resting.items() if until > now}
+
+    async def _attach(self, worker: Worker) -> None:
+        self._asked.add(worker)
+        request = draft_pb2.AttachRequest(
+            session_id=self._session.session_id,
+            ticket=self._session.ticket,
+            verifier_address=self._session.verifier_address,
+        )
+        worker.sessions += 1  # counted while it is on its way, so that a burst spreads
+        self._attached[worker] = worker.incarnation
+        try:
+            await _stub(worker).Attach(request, timeout=CONTROL_TIMEOUT_S)
+        except (grpc.RpcError, DraftwoodError) as error:
+            self._refused(worker, error if isinstance(error, DraftwoodError) else from_rpc_error(error))
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            self._refused(worker, Unavailable("WORKER_LOST", f"{worker.address} has left the pool"))
+        else:
+            self._count_reattachment()
+
+    def _refused(self, worker: Worker, error: DraftwoodError) -> None:
+        self._let_go(worker)
+        passing = isinstance(error, ResourceExhausted | Unavailable)
+        self._resting[worker] = time.monotonic() + REST_S if passing else float("inf")
+        log.info("draft_not_attached", address=worker.address, session=self._session.session_id, error=str(error))
+
+    def _count_reattachment(self) -> None:
+        if self._owed:
+            self._owed -= 1
+            self._state.counters.draft_reattachments += 1
+
+    def _let_go(self, worker: Worker) -> None:
+        if worker in self._attached:
+            del self._attached[worker]
+            worker.sessions -= 1
+
+    async def _detach_all(self, keeper: asyncio.Task[None]) -> None:
+        await asyncio.gather(keeper, return_exceptions=True)
+        for worker in tuple(self._attached):
+            self._let_go(worker)
+        await asyncio.gather(*(self._detach(worker) for worker in self._asked if self._registry.alive(worker)))
+
+    async def _detach(self, worker: Worker) -> None:
+        request = draft_pb2.DetachRequest(session_id=self._session.session_id)
+        try:
+            await _stub(worker).Detach(request, timeout=CONTROL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            log.info("draft_not_detached", address=worker.address, error=str(from_rpc_error(error)))
+
+
+def being_cancelled() -> bool:
+    """Whether the running task itself is being cancelled, and not just a call that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _addresses(workers: Iterable[Worker]) -> set[str]:
+    return {worker.address for worker in workers}
+
+
+def _stub(worker: Worker) -> Any:
+    return draft_pb2_grpc.DraftServiceStub(worker.channel)  # type: ignore[no-untyped-call]

@@ -1,0 +1,165 @@
+"""The router's server: admission, the RouterService, and the pools behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+import grpc.aio
+
+from draftwood.config import RouterSettings
+from draftwood.errors import DraftwoodError, ResourceExhausted, Unavailable
+from draftwood.rpc.server import RpcServer
+from draftwood.v1 import router_pb2, verifier_pb2
+from draftwood.wire import error_to_proto
+from router.generation import RETRY_MS, Generation
+from router.links import Links
+from router.registry import Registry, Role, reached
+from router.state import RouterState
+from router.status import router_status
+
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_CONTROL_CALLS = 64
+"""Calls besides generations: status, watches, health."""
+LAST_WORDS_S = 0.5
+"""For streams that are ending by themselves when the server stops."""
+LONGEST_DEADLINE_S = 366 * 86400.0
+"""gRPC names a deadline of centuries where there is none."""
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker as the cluster's controller sees it."""
+
+    role: str
+    worker_id: str
+    address: str
+    health: str
+
+
+class RouterServer:
+    """One router; everything in it runs on the loop that ``start`` is called on."""
+
+    def __init__(self, settings: RouterSettings, rng: random.Random | None = None) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self._settings = settings
+        self._links = Links(settings.reconnect_s)
+        self._registry = Registry(on_join=lambda w: self._links.start(self._registry, w), on_leave=self._links.end)
+        self._state = RouterState(settings, self._registry, rng or random.Random())
+        self._service = RouterServicer(self._state, self.incarnation)
+        self._rpc = RpcServer(
+            max_message_bytes=MAX_MESSAGE_BYTES, max_concurrent=2 * settings.max_requests + MAX_CONTROL_CALLS
+        )
+        self._rpc.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], self._service)
+
+    async def start(self) -> str:
+        """Serves; returns the bound address."""
+        address = await self._rpc.start(self._settings.listen)
+        for verifier in self._settings.verifiers:
+            self._registry.add_static(Role.VERIFIER, verifier)
+        for draft in self._settings.drafts:
+            self._registry.add_static(Role.DRAFT, draft)
+        await self._rpc.set_serving(True)
+        return address
+
+    async def ready(self) -> None:
+        """Serves from the start on."""
+
+    def register(self, role: str, worker_id: str, address: str, incarnation: str) -> None:
+        """See ``Registry.register``."""
+        self._registry.register(Role(role), worker_id, address, incarnation)
+
+    def workers(self) -> list[WorkerState]:
+        return [
+            WorkerState(worker.role.value, worker.worker_id, worker.address, worker.health.name)
+            for worker in self._registry.workers()
+        ]
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Takes no more requests, lets those that run finish within ``grace_s``, then ends."""
+        await self._rpc.set_serving(False)
+        await self._service.drain(grace_s)
+        await self._rpc.stop(min(grace_s, LAST_WORDS_S))
+        await self._state.background.stop()
+        await self._links.stop()
+
+
+class RouterServicer:
+    """RouterService: decodes, asks the parts, encodes."""
+
+    def __init__(self, state: RouterState, incarnation: str) -> None:
+        self._state = state
+        self._settings = state.settings
+        self._counters = state.counters
+        self._incarnation = incarnation
+        self._draining = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def Generate(
+        self, request: router_pb2.RouterServiceGenerateRequest, context: Context
+    ) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
+        self._counters.requests_total += 1
+        try:
+            with self._admitted():
+                async with aclosing(Generation(self._state, request, remaining_s(context)).events()) as events:
+                    async for event in events:
+                        yield router_pb2.RouterServiceGenerateResponse(event=event)
+        except DraftwoodError as error:
+            # In-band first: a status can be lost when the stream breaks while it is on its way (grpc#36066).
+            self._counters.requests_failed += 1
+            event = verifier_pb2.GenerationEvent(error=error_to_proto(error))
+            yield router_pb2.RouterServiceGenerateResponse(event=event)
+            raise
+
+    async def GetStatus(self, request: router_pb2.GetStatusRequest, context: Context) -> router_pb2.GetStatusResponse:
+        return router_pb2.GetStatusResponse(status=self._status())
+
+    async def WatchStatus(
+        self, request: router_pb2.WatchStatusRequest, context: Context
+    ) -> AsyncIterator[router_pb2.WatchStatusResponse]:
+        while not self._draining.is_set():
+            yield router_pb2.WatchStatusResponse(status=self._status())
+            await reached(self._draining, self._settings.status_interval_s)
+
+    async def ListModels(
+        self, request: router_pb2.ListModelsRequest, context: Context
+    ) -> router_pb2.ListModelsResponse:
+        return router_pb2.ListModelsResponse(models=self._state.registry.models().values())
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests; returns when none runs, at the latest after ``grace_s``."""
+        self._draining.set()
+        await reached(self._idle, grace_s)
+
+    def _status(self) -> router_pb2.Status:
+        return router_status(self._state, self._incarnation)
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """A place among the served requests. Raises DRAINING, QUEUE_FULL."""
+        if self._draining.is_set():
+            raise Unavailable("DRAINING", "the router is shutting down", retry_after_ms=RETRY_MS)
+        limit = self._settings.max_requests
+        if self._counters.requests >= limit:
+            raise ResourceExhausted("QUEUE_FULL", f"{limit} requests are being served", retry_after_ms=RETRY_MS)
+        self._counters.requests += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._counters.requests -= 1
+            if not self._counters.requests:
+                self._idle.set()
+
+
+def remaining_s(context: Context) -> float | None:
+    """Seconds until the caller's deadline; None if it has none."""
+    left: float | None = context.time_remaining()
+    return left if left is not None and left < LONGEST_DEADLINE_S else None

@@ -1,0 +1,210 @@
+"""The command line, as a user runs it, against a router with scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from draftwood.client import Chunk, DraftwoodClient, Usage
+from draftwood.config import load_cluster_config
+from draftwood.console import StartView, show_chunk
+from draftwood.demo import PROMPTS, Pair, Run, compare, judge, pair_table
+from router.supervisor import ClusterRecord, is_running, read_record, state_path, write_record
+from tests.router.harness import ScriptedCluster
+from tests.router.scripted import scripted_text
+
+EXAMPLES = Path(__file__).parents[1] / "deploy" / "examples"
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[ScriptedCluster]:
+    async with AsyncExitStack() as stack:
+        yield ScriptedCluster(stack)
+
+
+@dataclass
+class Outcome:
+    code: int | None
+    out: str
+    err: str
+
+
+async def draftwood(*arguments: str, stdin: str = "", state: Path | None = None) -> Outcome:
+    """Runs the console script in a process of its own."""
+    environment = os.environ | {"XDG_STATE_HOME": str(state or "/nonexistent"), "COLUMNS": "200", "NO_COLOR": "1"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from draftwood.cli import main; main()",
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 60)
+    return Outcome(process.returncode, out.decode(), err.decode())
+
+
+async def test_generate_streams_the_text_and_a_summary(cluster: ScriptedCluster) -> None:
+    await cluster.serve([await cluster.verifier()])
+    outcome = await draftwood("generate", "hi", "--address", cluster.address, "--max-tokens", "6", "--seed", "5")
+    assert outcome.code == 0, outcome.err
+    text, summary = outcome.out.splitlines()
+    assert [int(word) for word in text.split()] == scripted_text(5, 6)
+    assert summary.startswith("6 tokens (length), 60.0 tok/s, 1.00 tokens a step")
+
+
+async def test_generate_sends_a_chat_or_raw_text(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier()
+    await cluster.serve([verifier])
+    await draftwood("generate", "hi", "--address", cluster.address, "--max-tokens", "1")
+    await draftwood("generate", "hi", "--address", cluster.address, "--max-tokens", "1", "--raw", "--no-speculate")
+    chat, raw = (request.generation for request in verifier.log.requests)
+    assert [(m.role, m.content) for m in chat.chat.messages] == [("user", "hi")] and not chat.speculation.disabled
+    assert raw.text == "hi" and raw.speculation.disabled
+
+
+async def test_chat_keeps_the_history(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier()
+    await cluster.serve([verifier])
+    outcome = await draftwood(
+        "chat", "--address", cluster.address, "--max-tokens", "2", "--seed", "5", stdin="one\n\ntwo\n/quit\n"
+    )
+    assert outcome.code == 0, outcome.err
+    answer = "".join(f"{token} " for token in scripted_text(5, 2))
+    turns = [(m.role, m.content) for m in verifier.log.requests[-1].generation.chat.messages]
+    assert turns == [("user", "one"), ("assistant", answer), ("user", "two")]
+    assert len(verifier.log.requests) == 2
+
+
+async def test_status_shows_both_pools(cluster: ScriptedCluster, tmp_path: Path) -> None:
+    verifier, draft = await cluster.verifier(), await cluster.draft("ngram")
+    await cluster.serve([verifier], [draft])
+    # A cluster is found by its state file, which must name a process that lives and is a supervisor.
+    sleeper = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "import time; time.sleep(60)", "router.supervisor"
+    )
+    record = ClusterRecord(sleeper.pid, cluster.address, "demo.yaml", 0.0)
+    write_record(tmp_path / "draftwood" / "mine.json", record)
+    outcome = await draftwood("status", "--name", "mine", state=tmp_path)
+    assert outcome.code == 0, outcome.err
+    for word in (verifier.address, draft.address, "ready", "ngram", "requests: 0 running"):
+        assert word in outcome.out
+    down = await draftwood("down", "--name", "mine", state=tmp_path)
+    assert (down.code, down.out) == (0, "mine is down\n")
+    assert await asyncio.wait_for(sleeper.wait(), 5) != 0
+
+
+@pytest.mark.parametrize(
+    "arguments, code, told",
+    [
+        (("generate", "hi"), 1, "error: NO_CLUSTER: no cluster named 'default'"),
+        (
+            ("generate", "hi", "--address", "127.0.0.1:1"),
+            1,
+            "error: ROUTER_UNREACHABLE: no router at 127.0.0.1:1",
+        ),
+        (("status", "--address", "127.0.0.1:1"), 1, "start a cluster with: draftwood up"),
+        (("up", "--config", "/nonexistent.yaml"), 1, "error: CONFIG: cannot read /nonexistent.yaml"),
+        (("generate",), 2, "Missing argument"),
+    ],
+)
+async def test_errors_are_one_clear_line(arguments: tuple[str, ...], code: int, told: str) -> None:
+    outcome = await draftwood(*arguments)
+    assert (outcome.code, outcome.out) == (code, "")
+    assert told in outcome.err
+    if code == 1:
+        assert len(outcome.err.strip().splitlines()) == 1
+
+
+def test_a_state_file_of_a_dead_or_foreign_process_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    assert read_record(path) is None
+    write_record(path, ClusterRecord(os.getpid(), "h:1", "c.yaml", 0.0))
+    assert not is_running(os.getpid())  # alive, but no supervisor
+    assert read_record(path) is None
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_state_file_is_under_the_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/x")
+    assert state_path("a") == Path("/x/draftwood/a.json")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert state_path("a") == Path.home() / ".local/state/draftwood/a.json"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_example_files_are_valid(path: Path) -> None:
+    assert load_cluster_config(path).name == path.stem
+
+
+def test_the_demo_file_has_what_the_demo_shows() -> None:
+    config = load_cluster_config(EXAMPLES / "demo.yaml")
+    assert sum(pool.count for pool in config.verifiers) == 1
+    assert sorted(pool.settings.kind for pool in config.drafts for _ in range(pool.count)) == ["lm", "ngram"]
+
+
+def test_accepted_tokens_have_their_own_colour() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, color_system="standard")
+    show_chunk(console, Chunk(0, (1, 2), ("[b]", " c"), accepted=1))
+    assert output.getvalue() == "\x1b[36m[b]\x1b[0m c"
+
+
+def test_the_start_is_shown_by_role() -> None:
+    output = io.StringIO()
+    with StartView(Console(file=output), {"router": 1, "verifier": 1, "draft": 2}) as view:
+        view.update("router", "router-0", "ready")
+        view.update("draft", "draft-0", "ready")
+        view.update("draft", "draft-1", "loading")
+        view.update("draft", "draft-1", "ready")
+        assert not view.ready
+        view.update("verifier", "verifier-0", "ready")
+        assert view.ready
+    lines = [" ".join(line.split()) for line in output.getvalue().splitlines()]
+    assert lines == [
+        "router ready 1 of 1",
+        "verifier starting 0 of 1",
+        "draft starting 0 of 2",
+        "draft starting 1 of 2",
+        "draft loading 1 of 2",
+        "draft ready 2 of 2",
+        "verifier ready 1 of 1",
+    ]
+
+
+def run_of(tokens: tuple[int, ...], steps: int, total_s: float) -> Run:
+    return Run(tokens, Usage(4, len(tokens), steps, 0, 0, 0, first_token_s=0.5, total_s=total_s))
+
+
+def test_the_demos_verdict_is_measured() -> None:
+    pairs = [
+        Pair("a", run_of((1, 2, 3, 4), 2, 1.5), run_of((1, 2, 3, 4), 4, 2.5)),
+        Pair("b", run_of((5, 6), 1, 1.5), run_of((5, 6), 2, 1.5)),
+    ]
+    assert str(judge(pairs)) == "demo: identical=yes speedup=1.50x accepted=2.00"
+    pairs.append(Pair("c", run_of((7,), 1, 1.5), run_of((8,), 1, 1.5)))
+    assert str(judge(pairs)).startswith("demo: identical=no ")
+    assert pair_table(pairs).row_count == 3
+
+
+async def test_the_demo_asks_each_prompt_with_and_then_without_drafts(cluster: ScriptedCluster) -> None:
+    verifier, draft = await cluster.verifier(), await cluster.draft()
+    await cluster.serve([verifier], [draft])
+    async with DraftwoodClient(cluster.address) as client:
+        pairs = await compare(Console(file=io.StringIO()), client, 9)
+    assert [pair.prompt for pair in pairs] == list(PROMPTS) and len(PROMPTS) == 8
+    disabled = [request.generation.speculation.disabled for request in verifier.log.requests]
+    assert disabled == [False, True] * 9
+    asked = [request.generation.chat.messages[0].content for request in verifier.log.requests[2:]]
+    assert asked == [prompt for prompt in PROMPTS for _ in range(2)]

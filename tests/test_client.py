@@ -1,0 +1,207 @@
+"""The client library against a router with scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from draftwood.client import Chunk, DraftwoodClient, Event, Finished, Message, Started
+from draftwood.config import RouterSettings
+from draftwood.errors import Internal, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from draftwood.rpc.server import RpcServer
+from draftwood.v1 import router_pb2, verifier_pb2
+from router.server import RouterServer
+from tests.router.harness import ScriptedCluster, until
+from tests.router.scripted import scripted_text
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[ScriptedCluster]:
+    async with AsyncExitStack() as stack:
+        yield ScriptedCluster(stack)
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, Chunk) for token in event.tokens]
+
+
+async def collect(client: DraftwoodClient, prompt: Any = "one two", **options: Any) -> list[Event]:
+    return [event async for event in client.generate(prompt, **options)]
+
+
+async def test_yields_plain_values(cluster: ScriptedCluster) -> None:
+    await cluster.serve([await cluster.verifier()])
+    async with DraftwoodClient(cluster.address) as client:
+        events = await collect(client, seed=5, max_tokens=4)
+    first, last = events[0], events[-1]
+    assert isinstance(first, Started) and (first.model, first.seed, first.prompt_tokens) == ("m", 5, 2)
+    assert isinstance(last, Finished) and last.reason == "length"
+    assert last.usage.completion_tokens == 4 and last.usage.accepted_length == 1.0
+    assert tokens_of(events) == scripted_text(5, 4)
+    assert events[1] == Chunk(0, (scripted_text(5, 1)[0],), (f"{scripted_text(5, 1)[0]} ",), 0)
+
+
+async def test_sends_every_parameter(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier()
+    await cluster.serve([verifier])
+    chat = [Message("system", "be brief"), Message("user", "hi")]
+    async with DraftwoodClient(cluster.address) as client:
+        await collect(
+            client,
+            chat,
+            model="m",
+            max_tokens=2,
+            temperature=0.5,
+            top_k=3,
+            top_p=0.25,
+            seed=9,
+            stop_token_ids=[4, 5],
+            ignore_eos=True,
+            speculate=False,
+            max_nodes=6,
+        )
+        await collect(client, [1, 2, 3], max_tokens=1)
+    chatted, by_ids = (request.generation for request in verifier.log.requests)
+    assert chatted == verifier_pb2.Generation(
+        chat=verifier_pb2.Chat(
+            messages=[
+                verifier_pb2.ChatMessage(role="system", content="be brief"),
+                verifier_pb2.ChatMessage(role="user", content="hi"),
+            ]
+        ),
+        max_tokens=2,
+        sampling=verifier_pb2.Sampling(temperature=0.5, top_k=3, top_p=0.25, seed=9),
+        stop_token_ids=[4, 5],
+        ignore_eos=True,
+        speculation=verifier_pb2.Speculation(disabled=True, max_nodes=6),
+    )
+    assert list(by_ids.token_ids.ids) == [1, 2, 3] and not by_ids.sampling.HasField("top_p")
+
+
+async def test_a_prompt_of_mixed_parts_is_refused(cluster: ScriptedCluster) -> None:
+    await cluster.serve([])
+    async with DraftwoodClient(cluster.address) as client:
+        with pytest.raises(InvalidArgument, match="PROMPT"):
+            await collect(client, [1, Message("user", "hi")])
+
+
+async def test_raises_what_the_router_says(cluster: ScriptedCluster) -> None:
+    verdict = ResourceExhausted("PAGES", "none left", retry_after_ms=70)
+    await cluster.serve([await cluster.verifier(verdict=verdict)])
+    async with DraftwoodClient(cluster.address) as client:
+        with pytest.raises(NotFound, match="MODEL_UNKNOWN"):
+            await collect(client, model="x")
+        with pytest.raises(ResourceExhausted, match="PAGES") as refusal:
+            await collect(client, max_tokens=3)
+    assert refusal.value.retry_after_ms == 70
+
+
+async def test_an_unreachable_router_is_named_at_once() -> None:
+    async with DraftwoodClient("127.0.0.1:1") as client:
+        for ask in (client.status(), client.models(), collect(client)):
+            begun = time.monotonic()
+            with pytest.raises(Unavailable, match=r"ROUTER_UNREACHABLE.*127\.0\.0\.1:1"):
+                await ask
+            assert time.monotonic() - begun < 5
+
+
+async def test_status_and_models(cluster: ScriptedCluster) -> None:
+    verifier, draft = await cluster.verifier(), await cluster.draft("ngram")
+    await cluster.serve([verifier], [draft])
+    async with DraftwoodClient(cluster.address) as client:
+        state = await client.status()
+        assert [(v.address, v.health, v.model) for v in state.verifiers] == [(verifier.address, "ready", "m")]
+        assert [(d.address, d.health, d.kind) for d in state.drafts] == [(draft.address, "ready", "ngram")]
+        assert [model.name for model in await client.models()] == ["m"]
+        await collect(client, max_tokens=1)
+        async for watched in client.watch_status():
+            assert watched.incarnation == state.incarnation
+            if watched.requests_total == 1:
+                break
+
+
+async def restart(cluster: ScriptedCluster, pause_s: float) -> RouterServer:
+    """Kills the router and puts another one where it was."""
+    settings = cluster.router._settings
+    await cluster.router.stop(0.0)
+    await asyncio.sleep(pause_s)
+    again = RouterServer(RouterSettings.model_validate(settings.model_dump() | {"listen": cluster.address}))
+    await again.start()
+    return again
+
+
+async def test_goes_on_when_the_router_is_restarted(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier(step_s=0.02)
+    await cluster.serve([verifier])
+    async with DraftwoodClient(cluster.address) as client:
+        answering = asyncio.create_task(collect(client, max_tokens=60))
+        await until(lambda: bool(verifier.log.requests))
+        await asyncio.sleep(0.3)
+        again = await restart(cluster, pause_s=0.3)
+        events = await answering
+    (started,) = (event for event in events if isinstance(event, Started))
+    assert tokens_of(events) == scripted_text(started.seed, 60)
+    resumed = verifier.log.requests[-1].generation
+    assert 0 < len(resumed.resume_tokens) < 60 and resumed.sampling.seed == started.seed
+    assert [event.offset for event in events if isinstance(event, Chunk)] == list(range(60))
+    await again.stop(0.0)
+
+
+async def test_gives_up_when_no_router_comes_back(cluster: ScriptedCluster) -> None:
+    await cluster.serve([await cluster.verifier(step_s=0.02)])
+    got: list[Event] = []
+    async with DraftwoodClient(cluster.address, resume_timeout_s=0.6) as client:
+        with pytest.raises(Unavailable, match="ROUTER_UNREACHABLE"):
+            async for event in client.generate("a", max_tokens=500):
+                got.append(event)
+                if len(got) == 5:
+                    await cluster.router.stop(0.0)
+                    begun = time.monotonic()
+    assert 0.5 < time.monotonic() - begun < 5
+    assert len(got) >= 5
+
+
+async def test_leaving_the_loop_cancels_the_request(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier(step_s=0.02)
+    await cluster.serve([verifier])
+    async with DraftwoodClient(cluster.address) as client:
+        events = client.generate("a", max_tokens=500)
+        async for event in events:
+            if isinstance(event, Chunk):
+                break
+        await events.aclose()
+        await until(lambda: bool(verifier.log.cancelled))
+
+
+class SkippingRouter:
+    """Leaves out a token."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
+        events = [
+            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=1)),
+            verifier_pb2.GenerationEvent(chunk=verifier_pb2.Chunk(offset=0, tokens=[1], pieces=["a"])),
+            verifier_pb2.GenerationEvent(chunk=verifier_pb2.Chunk(offset=2, tokens=[3], pieces=["c"])),
+        ]
+        for event in events:
+            yield router_pb2.RouterServiceGenerateResponse(event=event)
+
+    async def GetStatus(self, request: Any, context: Any) -> Any: ...
+
+    async def WatchStatus(self, request: Any, context: Any) -> Any: ...
+
+    async def ListModels(self, request: Any, context: Any) -> Any: ...
+
+
+async def test_a_missing_token_is_an_error_not_a_text() -> None:
+    server = RpcServer()
+    server.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], SkippingRouter())
+    address = await server.start("127.0.0.1:0")
+    async with DraftwoodClient(address) as client:
+        with pytest.raises(Internal, match="CHUNK_GAP"):
+            await collect(client)
+    await server.stop(0.0)

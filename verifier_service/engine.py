@@ -1,0 +1,354 @@
+"""The verifier's core: sessions in, text out. No I/O, no clock of its own, one thread.
+
+A step is one target forward over the anchors, chosen nodes and prefill chunks of all sessions that are ready. Drafts
+change which nodes are in it, never what comes out of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from draftwood.acceptance import FinishReason, emit, walk
+from draftwood.config import VerifierSettings
+from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, PermissionDenied, ResourceExhausted
+from draftwood.noise import GumbelCache
+from draftwood.runtime.batch import Rows
+from draftwood.runtime.model import ModelRuntime
+from draftwood.wire import SessionCommit
+from verifier_service.calibration import Calibration
+from verifier_service.live_tree import Nodes
+from verifier_service.plan import Part, Planner
+from verifier_service.sampler import TargetSampler
+from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
+from verifier_service.width import GRID, StepTimes
+
+FIRST_BUDGET = 16
+
+
+@dataclass(slots=True)
+class Link:
+    """One draft worker's stream."""
+
+    model: str  # names the calibration it shares
+    round_s: float  # its usual time from commit to complete tree
+    sessions: dict[int, Session] = field(default_factory=dict)  # by handle
+
+
+@dataclass(frozen=True, slots=True)
+class StartInfo:
+    """What a draft is told when it joins."""
+
+    handle: int
+    epoch: int
+    tokens: tuple[int, ...]
+    seed: int
+    temperature: float
+    budget: int
+    remaining: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one step, or one command, has to say to the outside."""
+
+    emitted: list[Emitted] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    failed: list[tuple[str, DraftwoodError]] = field(default_factory=list)  # by session id
+    commits: dict[int, list[SessionCommit]] = field(default_factory=dict)  # by link
+    stops: dict[int, list[int]] = field(default_factory=dict)  # handles by link
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start."""
+
+    steps: int = 0
+    tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
+    stale: int = 0
+    refused: int = 0  # growths and joins
+    step_s: float = 0.0  # mean of the last steps
+    width: float = 0.0  # nodes a session in the last step
+
+
+class Engine:
+    """Owns every session of one verifier."""
+
+    def __init__(
+        self,
+        runtime: ModelRuntime,
+        settings: VerifierSettings,
+        *,
+        token_count: int,
+        times: StepTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``token_count`` real tokens; output rows beyond them are padding. Measures T(rows) if it is not given."""
+        self.runtime = runtime
+        self.settings = settings
+        self.token_count = token_count
+        self.clock = clock
+        self.sessions: dict[str, Session] = {}
+        self.waiting: deque[GenerateRequest] = deque()
+        self.totals = Totals()
+        self.sampler = TargetSampler(GumbelCache(token_count, runtime.device, 4 * settings.max_nodes), token_count)
+        self.planner = Planner(settings, times or measure_step_times(runtime, settings.max_step_tokens, clock))
+        self._links: dict[int, Link] = {}
+        self._calibrations: dict[tuple[str, bool], Calibration] = {}
+        self._last_step_s: float | None = None
+        self._sessions_before = 0
+
+    # --- requests ---
+
+    @property
+    def context_limit(self) -> int:
+        """Longest sequence served, tokens."""
+        return min(self.settings.max_context_tokens, self.runtime.max_context_tokens)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Takes a checked request; raises ResourceExhausted when it can never fit or the queue is full."""
+        need, whole = self.runtime.pool.pages_for(self._capacity(request)), self.runtime.pool.total
+        if need > whole:
+            raise ResourceExhausted("KV_FULL", f"the request needs {need} KV pages, the cache has {whole} in all")
+        assert request.session_id not in self.sessions
+        self.waiting.append(request)
+        self._admit()
+        if len(self.waiting) > self.settings.max_waiting:
+            self.waiting.pop()
+            limit = self.settings.max_waiting
+            raise ResourceExhausted("QUEUE_FULL", f"{limit} requests are waiting already", retry_after_ms=1000)
+
+    def _capacity(self, request: GenerateRequest) -> int:
+        return len(request.prompt) + request.ending.max_tokens + request.max_nodes + 1
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.sessions) < self.settings.max_sessions:
+            request = self.waiting[0]
+            capacity = self._capacity(request)
+            if self.runtime.pool.pages_for(capacity) > self.runtime.pool.free:
+                return
+            self.waiting.popleft()
+            pages = self.runtime.pool.take(capacity)
+            session = Session(request, pages, capacity, self.clock(), self.settings.max_live_nodes)
+            self.sessions[request.session_id] = session
+
+    def cancel(self, session_id: str) -> Outcome:
+        """Ends a session, wherever it is; unknown ones are none of our business any more."""
+        out = Outcome()
+        self.waiting = deque(w for w in self.waiting if w.session_id != session_id)
+        session = self.sessions.get(session_id)
+        if session:
+            self._end(session, FinishReason.CANCELLED, out)
+        return out
+
+    def _end(self, session: Session, reason: FinishReason, out: Outcome) -> None:
+        self._release(session, out)
+        total_s = self.clock() - session.admitted_s
+        ended = Ended(
+            session.request.session_id, reason, len(session.request.prompt), session.generated, total_s, session.stats
+        )
+        out.ended.append(ended)
+
+    def _fail(self, session: Session, error: DraftwoodError, out: Outcome) -> None:
+        self._release(session, out)
+        out.failed.append((session.request.session_id, error))
+
+    def _release(self, session: Session, out: Outcome) -> None:
+        del self.sessions[session.request.session_id]
+        self.runtime.pool.give(session.pages)
+        for link, draft in session.drafts.items():
+            self._links[link].sessions.pop(draft.handle, None)
+            out.stops.setdefault(link, []).append(draft.handle)
+        self._admit()
+
+    def crash(self, error: Exception) -> Outcome:
+        """A step has raised: every running session fails, the engine goes on."""
+        out = Outcome()
+        for session in list(self.sessions.values()):
+            self._fail(session, Internal("INTERNAL", f"a verify step failed ({type(error).__name__})"), out)
+        self._last_step_s = None
+        return out
+
+    # --- drafts ---
+
+    def open_link(self, link: int, model: str) -> None:
+        self._links[link] = Link(model, self.settings.draft_wait_ms / 1e3)
+
+    def close_link(self, link: int) -> None:
+        """A draft worker's stream has ended: its sessions go on without it."""
+        for session in self._links.pop(link).sessions.values():
+            session.drafts.pop(link, None)
+            session.tree.detach(link)
+
+    def join(self, link: int, handle: int, session_id: str, ticket: bytes) -> StartInfo:
+        """Lets a draft worker serve a session; raises NotFound SESSION_UNKNOWN or PermissionDenied TICKET."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise NotFound("SESSION_UNKNOWN", f"no session {session_id!r} is running here", field="join.session_id")
+        if not session.request.ticket or ticket != session.request.ticket:
+            raise PermissionDenied("TICKET", f"wrong ticket for session {session_id!r}", field="join.ticket")
+        if handle in self._links[link].sessions or link in session.drafts:
+            raise InvalidArgument("HANDLE", f"handle {handle} or session {session_id!r} is in use", field="join.handle")
+        request = session.request
+        key = (self._links[link].model, request.sampling.greedy)
+        session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
+        session.drafts[link] = AttachedDraft(handle)
+        self._links[link].sessions[handle] = session
+        session.budget = self._budget(session, session.budget or FIRST_BUDGET)
+        session.committed_s = self.clock()
+        sampling = request.sampling
+        return StartInfo(
+            handle, session.tree.epoch, tuple(session.tokens), sampling.seed, sampling.temperature,
+            session.budget, session.remaining,
+        )  # fmt: skip
+
+    def leave(self, link: int, handle: int) -> None:
+        """The draft worker gives the session up; unknown handles are ignored."""
+        session = self._links[link].sessions.pop(handle, None)
+        if session:
+            session.drafts.pop(link, None)
+            session.tree.detach(link)
+
+    def grow(self, link: int, handle: int, nodes: Nodes, *, complete: bool) -> None:
+        """Takes a draft's nodes. Unknown handles and forgotten epochs are stale, epochs to come are refused."""
+        session = self._links[link].sessions.get(handle)
+        if session is None:
+            self.totals.stale += len(nodes.token)
+            return
+        if nodes.epoch > session.tree.epoch:
+            message = f"epoch {nodes.epoch} is ahead of the session's {session.tree.epoch}"
+            raise InvalidArgument("TREE_EPOCH", message, field="growth.epoch")
+        stale = session.tree.grow(link, nodes)
+        session.stats.stale += stale
+        self.totals.stale += stale
+        draft = session.drafts[link]
+        if complete and nodes.epoch > draft.complete_epoch:
+            draft.complete_epoch = nodes.epoch
+            if nodes.epoch == session.tree.epoch:
+                draft.misses = 0
+                self._links[link].round_s += 0.2 * (self.clock() - session.committed_s - self._links[link].round_s)
+
+    # --- steps ---
+
+    def due(self) -> float | None:
+        """Clock time at which the next step should run; None: nothing to do."""
+        return self.planner.due(self.clock(), list(self.sessions.values()), self._wait_limit)
+
+    def _wait_limit(self, session: Session) -> float:
+        """Longest wait for the session's drafts after its last commit, seconds."""
+        usual = max(self._links[link].round_s for link in session.drafts)
+        return min(self.settings.draft_wait_ms / 1e3, max(0.01, 3 * usual))
+
+    def step(self) -> Outcome:
+        """One forward and all that follows from it."""
+        began = self.clock()
+        parts = self.planner.plan(began, list(self.sessions.values()), self._wait_limit)
+        logits = self.runtime.forward([part.rows for part in parts])
+        forward_s = self.clock() - began
+        targets = self.sampler.choose(logits, parts)
+        out = Outcome()
+        moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
+        self.runtime.move([move for move in moves if move])
+        self._account(parts, out, began, forward_s)
+        self._admit()
+        return out
+
+    def _accept(
+        self, part: Part, targets: Sequence[int], out: Outcome
+    ) -> tuple[list[int], list[int], list[int]] | None:
+        """Walks one session's tree, commits, and returns the KV moves that make the accepted path contiguous."""
+        session, first = part.session, part.session.cached
+        session.cached += len(part.rows.token) - (part.tree.size - 1)
+        if not targets:  # a chunk of prefill that does not reach the anchor
+            return None
+        taken = walk(part.tree, targets)
+        if taken.tokens[-1] < 0:
+            self._fail(session, Internal("NAN_LOGITS", "the target's logits were not finite"), out)
+            return None
+        self._note(session, part, len(taken.path), first_step=session.generated == len(session.request.resume))
+        emission = emit(taken.tokens, session.generated, session.request.ending)
+        tokens, accepted = taken.tokens[: emission.count], min(len(taken.path), emission.count)
+        out.emitted.append(Emitted(session.request.session_id, session.generated, tokens, accepted))
+        for draft in session.drafts.values():
+            draft.misses += draft.complete_epoch < session.tree.epoch and session.budget > 0
+        if emission.finish:
+            session.tokens.extend(tokens)
+            self._end(session, emission.finish, out)
+            return None
+        old = [session.cached + node - 1 for node in taken.path]
+        new = list(range(session.cached, session.cached + len(taken.path)))
+        session.cached += len(taken.path)
+        assert first < session.cached
+        self._commit(session, part, taken.path, tokens, out)
+        return (session.pages, old, new) if old != new else None
+
+    def _note(self, session: Session, part: Part, accepted: int, *, first_step: bool) -> None:
+        session.stats.steps += 1
+        session.stats.verified += part.tree.size - 1
+        session.stats.accepted += accepted
+        if first_step:
+            session.stats.first_token_s = self.clock() - session.admitted_s
+
+    def _commit(self, session: Session, part: Part, path: Sequence[int], tokens: tuple[int, ...], out: Outcome) -> None:
+        live_path = [int(part.kept[node]) for node in path]
+        session.tree.learn(part.kept, live_path)
+        ids = {link: session.tree.node_ids(link, live_path) for link in session.drafts}
+        session.tree.commit(tokens)
+        session.budget = self._budget(session, 0.7 * session.budget + 0.3 * (1.5 * part.tree.size + 2))
+        session.committed_s = self.clock()
+        epoch, length = session.tree.epoch, len(session.tokens)
+        for link, draft in session.drafts.items():
+            notice = SessionCommit(draft.handle, epoch, length, tokens, ids[link], session.budget)
+            out.commits.setdefault(link, []).append(notice)
+
+    def _budget(self, session: Session, wanted: float) -> int:
+        if session.remaining <= 1 or not self.planner.speculating:
+            return 0
+        return min(session.request.max_nodes, max(4, round(wanted or FIRST_BUDGET)))
+
+    def _account(self, parts: Sequence[Part], out: Outcome, began: float, forward_s: float) -> None:
+        now = self.clock()
+        rows = sum(len(part.rows.token) for part in parts)
+        nodes = sum(part.tree.size - 1 for part in parts)
+        tokens = sum(len(e.tokens) for e in out.emitted)
+        totals = self.totals
+        totals.steps += 1
+        totals.tokens += tokens
+        totals.verified += nodes
+        totals.accepted += sum(e.accepted for e in out.emitted)
+        totals.step_s = now - began if not totals.step_s else 0.9 * totals.step_s + 0.1 * (now - began)
+        totals.width = nodes / max(1, len(out.emitted))
+        steady = len(out.emitted) == len(parts) and len(parts) == self._sessions_before
+        since = now - self._last_step_s if self._last_step_s is not None else now - began
+        if steady:
+            self.planner.observe(rows, len(parts), tokens, forward_s, since)
+        self._last_step_s = now if self.sessions else None
+        self._sessions_before = len(self.sessions)
+
+
+def measure_step_times(
+    runtime: ModelRuntime, most_rows: int, clock: Callable[[], float], repeats: int = 2
+) -> StepTimes:
+    """T(rows) of this model on this machine, from short forwards over an empty cache."""
+    limit = min(most_rows, 32 if runtime.device.type == "cpu" else 256)
+    grid = [rows for rows in GRID if rows <= limit]
+    pages = runtime.pool.take(grid[-1])
+    seconds = []
+    for rows in grid:
+        at = np.arange(rows, dtype=np.int32)
+        part = Rows(pages, 0, at % 2, at, np.tri(rows, dtype=np.bool_))
+        seconds.append(min(_timed(runtime, part, clock) for _ in range(repeats)))
+    runtime.pool.give(pages)
+    return StepTimes(grid, seconds)
+
+
+def _timed(runtime: ModelRuntime, part: Rows, clock: Callable[[], float]) -> float:
+    began = clock()
+    float(runtime.forward([part])[-1, 0])  # waits for the device
+    return clock() - began

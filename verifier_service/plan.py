@@ -1,0 +1,130 @@
+"""Which sessions step when, and with which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftwood import tree as tt
+from draftwood.config import VerifierSettings
+from draftwood.runtime.batch import Rows
+from draftwood.tree import BoolArray, IndexArray, TokenTree
+from verifier_service.session import Session
+from verifier_service.width import SpeculationGate, StepTimes, admit
+
+WaitLimit = Callable[[Session], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One session's rows in a step: pending committed tokens, then the nodes of ``tree`` below the anchor.
+
+    ``kept`` are the indices of the tree's nodes in the session's live tree. A chunk of prefill that does not reach the
+    anchor has a tree of the anchor alone and wants no logits.
+    """
+
+    session: Session
+    rows: Rows
+    tree: TokenTree
+    kept: IndexArray
+
+
+class Planner:
+    """Decides when to step, who is in it, and how wide."""
+
+    def __init__(self, settings: VerifierSettings, times: StepTimes) -> None:
+        self._settings = settings
+        self.times = times
+        self.gate = SpeculationGate()
+        self._overhead_s = 0.0  # what a step with drafts costs besides the forward
+        self._sessions = 0
+        self._gathering_since: float | None = None
+
+    @property
+    def speculating(self) -> bool:
+        return self._settings.width == "full" or self.gate.open
+
+    def due(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> float | None:
+        """Clock time of the next step: now if all are ready; a ready one waits for others half a step at most."""
+        if not sessions:
+            self._gathering_since = None
+            return None
+        deadlines = [s.committed_s + wait_limit(s) for s in sessions if s.decoding and s.awaited()]
+        if not deadlines:
+            return now
+        if len(deadlines) == len(sessions):
+            return min(deadlines)
+        self._gathering_since = now if self._gathering_since is None else self._gathering_since
+        gather_s = 0.5 * float(self.times(np.array([len(sessions)]))[0])
+        return min(*deadlines, self._gathering_since + gather_s)
+
+    def plan(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> list[Part]:
+        """The parts of the step that runs now; decoding sessions first, then prefill while rows are left."""
+        self._gathering_since = None
+        ready = [s for s in sessions if not s.decoding or not s.awaited() or now >= s.committed_s + wait_limit(s)]
+        decoding = [s for s in ready if s.decoding][: self._settings.max_step_tokens]
+        left = self._settings.max_step_tokens - len(decoding)
+        parts = self._decode_parts(decoding, left)
+        left -= sum(part.tree.size - 1 for part in parts)
+        for session in (s for s in ready if not s.decoding):
+            if left > 0:
+                parts.append(_prefill_part(session, left))
+                left -= len(parts[-1].rows.token)
+        return parts
+
+    def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
+        candidates = [self._candidates(s) for s in sessions]
+        reach = [r[1:] for _, _, r in candidates]
+        if self._settings.width == "full":
+            lowest = -np.inf
+        elif self.gate.open:
+            lowest = admit(reach, len(sessions), self.times, self._overhead_s)
+        else:
+            lowest = np.inf
+        parts = []
+        for session, (tree, kept, log_reach) in zip(sessions, candidates, strict=True):
+            keep = np.nonzero(log_reach >= lowest)[0][: spare_rows + 1]
+            spare_rows -= len(keep) - 1
+            parts.append(_decode_part(session, tt.select(tree, keep), kept[keep]))
+        return parts
+
+    def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, np.ndarray]:
+        """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
+        tree = session.tree.tree()
+        room = min(session.remaining - 1, self._settings.max_depth)
+        shallow = np.nonzero(tt.depths(tree) <= max(0, room))[0]
+        tree = tt.select(tree, shallow)
+        kept = tt.best(tree, session.request.max_nodes)
+        tree = tt.select(tree, kept)
+        reach = tt.log_survival(tree)
+        reach[0] = np.inf
+        return tree, shallow[kept], reach
+
+    def observe(self, rows: int, sessions: int, tokens: int, forward_s: float, since_last_s: float) -> None:
+        """Learns from a step in which every session decoded: its time, and whether drafts paid."""
+        self.times.observe(rows, forward_s)
+        if max(sessions, self._sessions) > 1.5 * min(sessions, self._sessions):
+            self.gate.reset()
+            self._sessions = sessions
+        if self.gate.open and since_last_s < 1.0:
+            self._overhead_s += 0.1 * (max(0.0, since_last_s - forward_s) - self._overhead_s)
+        plain_rate = sessions / float(self.times(np.array([sessions]))[0])
+        self.gate.record(tokens, since_last_s, plain_rate)
+
+
+def _decode_part(session: Session, tree: TokenTree, kept: IndexArray) -> Part:
+    position = (len(session.tokens) - 1 + tt.depths(tree)).astype(np.int32)
+    rows = Rows(session.pages, session.cached, tree.token, position, tt.ancestors(tree))
+    return Part(session, rows, tree, kept)
+
+
+def _prefill_part(session: Session, most_rows: int) -> Part:
+    count = min(session.pending, most_rows)
+    at = np.arange(session.cached, session.cached + count, dtype=np.int32)
+    token = np.array(session.tokens[session.cached : session.cached + count], np.int32)
+    visible: BoolArray = np.tri(count, dtype=np.bool_)
+    reaches_anchor = count == session.pending
+    rows = Rows(session.pages, session.cached, token, at, visible, logits_from=count - 1 if reaches_anchor else count)
+    return Part(session, rows, TokenTree.root(session.tokens[-1]), np.zeros(1, np.int64))

@@ -1,0 +1,102 @@
+"""From protobuf to checked values: what a request may say, and how refusals are worded."""
+
+from __future__ import annotations
+
+from draftwood.acceptance import Ending
+from draftwood.errors import InvalidArgument
+from draftwood.runtime.text import TextCodec
+from draftwood.sampling import SamplingParams
+from draftwood.v1 import verifier_pb2 as pb
+from verifier_service.session import GenerateRequest
+
+ROLES = ("system", "user", "assistant")
+
+
+def check_request(
+    message: pb.VerifierServiceGenerateRequest,
+    codec: TextCodec,
+    *,
+    token_count: int,
+    context_limit: int,
+    max_nodes: int,
+    end_tokens: frozenset[int],
+    seed: int,
+) -> GenerateRequest:
+    """Tokenizes and checks a request; ``seed`` is used when it names none. Raises InvalidArgument with a field path."""
+    generation = message.generation
+    if not message.session_id:
+        raise InvalidArgument("SESSION_ID", "the session id is empty", field="session_id")
+    prompt = _prompt(generation, codec)
+    _check_tokens(prompt, token_count, "generation.prompt")
+    resume = tuple(generation.resume_tokens)
+    _check_tokens(resume, token_count, "generation.resume_tokens")
+    _check_tokens(tuple(generation.stop_token_ids), token_count, "generation.stop_token_ids")
+    if len(prompt) >= context_limit:
+        limit = f"the context holds {context_limit} and at least one token must fit behind it"
+        raise InvalidArgument(
+            "PROMPT_TOO_LONG", f"the prompt has {len(prompt)} tokens, {limit}", field="generation.prompt"
+        )
+    max_tokens = _max_tokens(generation.max_tokens, context_limit - len(prompt))
+    if len(resume) >= max_tokens:
+        message_ = f"{len(resume)} tokens to resume from reach the limit of {max_tokens}"
+        raise InvalidArgument("RESUME", message_, field="generation.resume_tokens")
+    stops = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else end_tokens)
+    if stops.intersection(resume):
+        raise InvalidArgument(
+            "RESUME", "the tokens to resume from have ended already", field="generation.resume_tokens"
+        )
+    speculation = generation.speculation
+    nodes = min(max_nodes, speculation.max_nodes or max_nodes)
+    return GenerateRequest(
+        message.session_id,
+        b"" if speculation.disabled else message.ticket,
+        prompt,
+        resume,
+        _sampling(generation.sampling, seed, token_count),
+        Ending(stops, max_tokens),
+        0 if speculation.disabled else nodes,
+    )
+
+
+def _prompt(generation: pb.Generation, codec: TextCodec) -> tuple[int, ...]:
+    kind = generation.WhichOneof("prompt")
+    if kind == "token_ids":
+        prompt = list(generation.token_ids.ids)
+    elif kind == "chat" and generation.chat.messages:
+        for k, turn in enumerate(generation.chat.messages):
+            if turn.role not in ROLES:
+                where = f"generation.chat.messages[{k}].role"
+                raise InvalidArgument("CHAT_ROLE", f"role {turn.role!r} is none of {', '.join(ROLES)}", field=where)
+        prompt = codec.render([{"role": m.role, "content": m.content} for m in generation.chat.messages])
+    else:
+        prompt = codec.encode(generation.text) if kind == "text" and generation.text else []
+    if not prompt:
+        raise InvalidArgument(
+            "PROMPT_EMPTY", "the prompt is empty; at least one token is needed", field="generation.prompt"
+        )
+    return tuple(prompt)
+
+
+def _check_tokens(tokens: tuple[int, ...], token_count: int, field: str) -> None:
+    for k, token in enumerate(tokens):
+        if token >= token_count:
+            message = f"token {token} is out of the vocabulary of {token_count}"
+            raise InvalidArgument("TOKEN_OUT_OF_VOCABULARY", message, field=f"{field}[{k}]")
+
+
+def _max_tokens(asked: int, room: int) -> int:
+    if asked > room:
+        message = f"{asked} tokens are asked for, the context has room for {room}"
+        raise InvalidArgument("MAX_TOKENS", message, field="generation.max_tokens")
+    return asked or room
+
+
+def _sampling(message: pb.Sampling, seed: int, token_count: int) -> SamplingParams:
+    params = SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        seed=message.seed if message.HasField("seed") else seed,
+    )
+    params.validate(token_count)
+    return params

@@ -1,0 +1,295 @@
+"""The verifier's gRPC server: requests and drafts' streams in, text and commits out.
+
+The servicer decodes, calls the engine's thread, and encodes. The engine speaks first in values; protobuf ends here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwood.acceptance import FinishReason
+from draftwood.config import VerifierSettings
+from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
+from draftwood.rpc.server import RpcServer
+from draftwood.runtime.demo_model import DEMO, TARGET_NAME, demo_target
+from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
+from draftwood.runtime.text import PieceStream, TextCodec, end_tokens
+from draftwood.runtime.worker import Worker
+from draftwood.telemetry import METRICS, get_logger
+from draftwood.v1 import draft_pb2, verifier_pb2
+from draftwood.vocabulary import Vocabulary
+from draftwood.wire import error_to_proto, tokenizer_to_proto
+from verifier_service.engine import Engine, Outcome
+from verifier_service.requests import check_request
+from verifier_service.session import Emitted, Ended
+from verifier_service.speculation import DraftLink, Target
+
+log = get_logger(__name__)
+
+REASONS = {
+    FinishReason.STOP: verifier_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: verifier_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: verifier_pb2.FINISH_REASON_CANCELLED,
+}
+SWITCH_INTERVAL_S = 5e-4
+"""How long the engine's thread may hold the interpreter while a message waits; Python's default is 5 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All that exists once the model is there."""
+
+    name: str
+    codec: TextCodec
+    vocabulary: Vocabulary
+    end_tokens: frozenset[int]
+    engine: Engine
+    worker: Worker[Outcome]
+
+
+Event = Emitted | Ended | DraftwoodError
+
+
+class VerifierServer:
+    """One verifier process: gRPC in front, the engine's thread behind."""
+
+    def __init__(self, settings: VerifierSettings) -> None:
+        self.settings = settings
+        self.incarnation = uuid.uuid4().hex
+        self.failure: BaseException | None = None
+        self.draining = False
+        self._rpc = RpcServer()
+        self._rpc.add(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], self)
+        self._loaded: Loaded | None = None
+        self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._links: dict[int, DraftLink] = {}
+        self._link_count = 0
+        self._loading: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> str:
+        """Binds the port and returns host:port; the model loads behind it, health turns SERVING when it is warm."""
+        self._loop = asyncio.get_running_loop()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        address = await self._rpc.start(self.settings.listen)
+        self._loading = asyncio.create_task(self._load())
+        return address
+
+    async def ready(self) -> None:
+        """Waits until the model serves; raises what made it fail."""
+        assert self._loading is not None
+        await asyncio.shield(self._loading)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Refuses new work, tells the drafts, gives running requests the grace, and ends."""
+        self.draining = True
+        for link in self._links.values():
+            link.drain()
+        if self._loading is not None:
+            self._loading.cancel()
+        await self._rpc.stop(grace_s)
+        if self._loaded is not None:
+            await asyncio.to_thread(self._loaded.worker.stop)
+
+    async def _load(self) -> None:
+        try:
+            self._loaded = await asyncio.to_thread(self._load_model)
+            self._loaded.worker.start()
+            await self._rpc.set_serving(True)
+            log.info("serving", model=self._loaded.name)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.failure = error
+            log.exception("the model cannot be served", model=self.settings.model)
+            raise
+
+    def _load_model(self) -> Loaded:
+        """Loads, warms up and measures; runs in a thread of its own."""
+        settings = self.settings
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        path: str | Path = demo_target() if settings.model == DEMO else settings.model
+        device = resolve_device(settings.device)
+        model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
+        codec = TextCodec(path)
+        runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+        vocabulary = codec.vocabulary(runtime.vocab_size)
+        engine = Engine(runtime, settings, token_count=len(vocabulary.tokens))
+        worker = Worker("verifier-engine", engine, self._publish)
+        name = settings.name or (TARGET_NAME if settings.model == DEMO else Path(settings.model).name)
+        return Loaded(name, codec, vocabulary, end_tokens(path, model.config.eos_token_id), engine, worker)
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model; raises Unavailable LOADING or DRAINING when requests cannot be taken."""
+        if self.draining:
+            raise Unavailable("DRAINING", "this verifier is shutting down", retry_after_ms=1000)
+        if self._loaded is None:
+            raise Unavailable("LOADING", f"model {self.settings.model!r} is still loading", retry_after_ms=1000)
+        return self._loaded
+
+    # --- from the engine's thread ---
+
+    def _publish(self, outcome: Outcome) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._dispatch, outcome)
+
+    def _dispatch(self, outcome: Outcome) -> None:
+        """Hands an outcome to the streams it concerns: one message a draft worker, one event a session."""
+        for link_id in outcome.commits.keys() | outcome.stops.keys():
+            link = self._links.get(link_id)
+            if link:
+                link.tell(outcome.commits.get(link_id, []), outcome.stops.get(link_id, []))
+        events: list[Event] = [*outcome.emitted, *outcome.ended]
+        for event in events:
+            assert not isinstance(event, DraftwoodError)
+            self._deliver(event.session_id, event)
+        for session_id, error in outcome.failed:
+            self._deliver(session_id, error)
+        self._count(outcome)
+
+    def _deliver(self, session_id: str, event: Event) -> None:
+        stream = self._streams.get(session_id)
+        if stream:
+            stream.put_nowait(event)
+
+    def _count(self, outcome: Outcome) -> None:
+        METRICS.steps.inc(bool(outcome.emitted))
+        METRICS.tokens.inc(sum(len(e.tokens) for e in outcome.emitted))
+        METRICS.nodes["accepted"].inc(sum(e.accepted for e in outcome.emitted))
+
+    # --- VerifierService ---
+
+    async def Generate(
+        self, request: verifier_pb2.VerifierServiceGenerateRequest, context: Any
+    ) -> AsyncGenerator[verifier_pb2.VerifierServiceGenerateResponse, None]:
+        try:
+            async for event in self._generate(request):
+                yield verifier_pb2.VerifierServiceGenerateResponse(event=event)
+        except DraftwoodError as error:  # in-band first: a status may be lost when a stream ends
+            event = verifier_pb2.GenerationEvent(error=error_to_proto(error))
+            yield verifier_pb2.VerifierServiceGenerateResponse(event=event)
+            raise
+
+    async def _generate(
+        self, message: verifier_pb2.VerifierServiceGenerateRequest
+    ) -> AsyncIterator[verifier_pb2.GenerationEvent]:
+        loaded = self.loaded
+        request = await asyncio.to_thread(
+            check_request,
+            message,
+            loaded.codec,
+            token_count=len(loaded.vocabulary.tokens),
+            context_limit=loaded.engine.context_limit,
+            max_nodes=self.settings.max_nodes,
+            end_tokens=loaded.end_tokens,
+            seed=secrets.randbits(64),
+        )
+        if request.session_id in self._streams:
+            raise InvalidArgument("SESSION_EXISTS", f"session {request.session_id!r} is running", field="session_id")
+        stream = self._streams[request.session_id] = asyncio.Queue()
+        pieces = loaded.codec.stream()
+        pieces.feed(request.resume)
+        try:
+            await asyncio.wrap_future(loaded.worker.call(lambda: loaded.engine.submit(request)))
+            started = verifier_pb2.Started(
+                session_id=request.session_id,
+                model=loaded.name,
+                seed=request.sampling.seed,
+                prompt_tokens=len(request.prompt),
+            )
+            yield verifier_pb2.GenerationEvent(started=started)
+            while not isinstance(event := await stream.get(), Ended):
+                yield _chunk(event, pieces)
+            yield verifier_pb2.GenerationEvent(finished=_finished(event))
+        finally:
+            del self._streams[request.session_id]
+            loaded.worker.post(lambda: self._publish(loaded.engine.cancel(request.session_id)))
+
+    async def Speculate(
+        self, requests: AsyncIterator[Any], context: Any
+    ) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
+        loaded = self.loaded
+        self._link_count += 1
+        target = Target(self.incarnation, loaded.name, loaded.vocabulary, loaded.engine, loaded.worker, self.settings)
+        link = self._links[self._link_count] = DraftLink(self._link_count, target)
+        try:
+            async for response in link.serve(requests):
+                yield response
+        finally:
+            del self._links[link.link_id]
+
+    async def GetModelInfo(
+        self, request: verifier_pb2.VerifierServiceGetModelInfoRequest, context: Any
+    ) -> verifier_pb2.VerifierServiceGetModelInfoResponse:
+        loaded = self.loaded
+        runtime = loaded.engine.runtime
+        model = verifier_pb2.ModelInfo(
+            name=loaded.name,
+            incarnation=self.incarnation,
+            tokenizer=tokenizer_to_proto(loaded.vocabulary.fingerprint()),
+            caps=draft_pb2.Caps(
+                max_nodes=self.settings.max_nodes,
+                max_depth=self.settings.max_depth,
+                max_sessions=self.settings.max_sessions,
+                max_context_tokens=loaded.engine.context_limit,
+            ),
+            dtype=str(runtime.dtype).removeprefix("torch."),
+            device=str(runtime.device),
+        )
+        return verifier_pb2.VerifierServiceGetModelInfoResponse(model=model)
+
+    async def WatchLoad(
+        self, request: verifier_pb2.VerifierServiceWatchLoadRequest, context: Any
+    ) -> AsyncGenerator[verifier_pb2.VerifierServiceWatchLoadResponse, None]:
+        while True:
+            yield self._load_report()
+            await asyncio.sleep(self.settings.load_interval_s)
+
+    def _load_report(self) -> verifier_pb2.VerifierServiceWatchLoadResponse:
+        report = verifier_pb2.VerifierServiceWatchLoadResponse(
+            incarnation=self.incarnation, max_sessions=self.settings.max_sessions, draining=self.draining
+        )
+        if self._loaded is not None:
+            engine, totals = self._loaded.engine, self._loaded.engine.totals  # plain numbers: read without the thread
+            report.running, report.waiting = len(engine.sessions), len(engine.waiting)
+            report.free_pages, report.total_pages = engine.runtime.pool.free, engine.runtime.pool.total
+            report.steps, report.tokens = totals.steps, totals.tokens
+            report.nodes_verified, report.nodes_accepted = totals.verified, totals.accepted
+            report.nodes_stale, report.growths_refused = totals.stale, totals.refused
+            report.step_ms, report.width = totals.step_s * 1e3, totals.width
+        return report
+
+
+def _chunk(event: Emitted | DraftwoodError, pieces: PieceStream) -> verifier_pb2.GenerationEvent:
+    """One step's tokens with their text; raises the error that ended the session."""
+    if isinstance(event, DraftwoodError):
+        raise event
+    chunk = verifier_pb2.Chunk(
+        offset=event.offset, tokens=event.tokens, pieces=pieces.feed(event.tokens), accepted=event.accepted
+    )
+    return verifier_pb2.GenerationEvent(chunk=chunk)
+
+
+def _finished(event: Ended) -> verifier_pb2.Finished:
+    usage = verifier_pb2.Usage(
+        prompt_tokens=event.prompt_tokens,
+        completion_tokens=event.completion_tokens,
+        steps=event.stats.steps,
+        nodes_verified=event.stats.verified,
+        nodes_accepted=event.stats.accepted,
+        nodes_stale=event.stats.stale,
+        first_token_s=event.stats.first_token_s,
+        total_s=event.total_s,
+    )
+    return verifier_pb2.Finished(reason=REASONS[event.reason], usage=usage)

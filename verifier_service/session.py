@@ -1,0 +1,118 @@
+"""One session: what has been committed, what is in the cache, which drafts serve it.
+
+Three lengths, one owner: ``committed`` tokens of the text, ``cached`` of them in the KV cache, and ``capacity`` tokens
+for which pages are held. ``cached < committed`` always: the anchor's key and value are written by the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from draftwood.acceptance import Ending, FinishReason
+from draftwood.sampling import SamplingParams
+from verifier_service.live_tree import LiveTree
+
+MISSES_UNTIL_LAGGING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A checked request, in tokens."""
+
+    session_id: str
+    ticket: bytes  # empty: no draft may join
+    prompt: tuple[int, ...]
+    resume: tuple[int, ...]  # tokens generated before, by an earlier run of the same request
+    sampling: SamplingParams
+    ending: Ending  # max_tokens counts the resumed ones
+    max_nodes: int
+
+
+@dataclass(slots=True)
+class AttachedDraft:
+    """A draft worker that has joined the session."""
+
+    handle: int
+    complete_epoch: int = -1  # epoch whose round it has completed
+    misses: int = 0  # steps in a row that did not wait for it long enough
+
+    @property
+    def lagging(self) -> bool:
+        return self.misses >= MISSES_UNTIL_LAGGING
+
+
+@dataclass(slots=True)
+class Stats:
+    steps: int = 0
+    verified: int = 0
+    accepted: int = 0
+    stale: int = 0
+    first_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Tokens of one step for one session; the first ``accepted`` had been guessed by a draft."""
+
+    session_id: str
+    offset: int
+    tokens: tuple[int, ...]
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of one session."""
+
+    session_id: str
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    total_s: float
+    stats: Stats
+
+
+@dataclass(eq=False)
+class Session:
+    """Mutable state of one running request; only the engine touches it."""
+
+    request: GenerateRequest
+    pages: list[int]
+    capacity: int
+    admitted_s: float
+    live_nodes: int
+    tokens: list[int] = field(init=False)
+    tree: LiveTree = field(init=False)
+    cached: int = 0
+    drafts: dict[int, AttachedDraft] = field(default_factory=dict)  # by link
+    committed_s: float = 0.0  # when the last commit went out
+    budget: int = 0  # nodes asked of the drafts for this round
+    stats: Stats = field(default_factory=Stats)
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt, *self.request.resume]
+        self.tree = LiveTree(self.tokens, self.live_nodes)
+        self.committed_s = self.admitted_s
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        return self.request.ending.max_tokens - self.generated
+
+    @property
+    def pending(self) -> int:
+        """Committed tokens that are not in the cache yet; 1 when decoding, more while prefilling."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def decoding(self) -> bool:
+        return self.pending == 1
+
+    def awaited(self) -> list[AttachedDraft]:
+        """Drafts whose round for this epoch is still open and worth waiting for."""
+        if self.budget == 0:
+            return []
+        return [d for d in self.drafts.values() if d.complete_epoch < self.tree.epoch and not d.lagging]

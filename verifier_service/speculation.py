@@ -1,0 +1,207 @@
+"""The verifier's end of one draft worker's stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from draftwood.config import VerifierSettings
+from draftwood.errors import DraftwoodError, FailedPrecondition
+from draftwood.rpc.handlers import DecodeFailure
+from draftwood.runtime.worker import Worker
+from draftwood.telemetry import METRICS, get_logger
+from draftwood.v1 import draft_pb2
+from draftwood.vocabulary import Vocabulary, check
+from draftwood.wire import (
+    SessionCommit,
+    SessionGrowth,
+    decode_growth,
+    encode_commits,
+    error_to_proto,
+    smaller_caps,
+    tokenizer_from_proto,
+    tokenizer_to_proto,
+)
+from verifier_service.engine import Engine, Outcome, StartInfo
+from verifier_service.live_tree import Nodes
+
+log = get_logger(__name__)
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the stream is joined to."""
+
+    incarnation: str
+    model: str
+    vocabulary: Vocabulary
+    engine: Engine
+    worker: Worker[Outcome]
+    settings: VerifierSettings
+
+
+class DraftLink:
+    """Reads the draft's messages and writes ours: one reader, one sender, answers collected while a send is on."""
+
+    def __init__(self, link_id: int, target: Target) -> None:
+        self.link_id = link_id
+        self._target = target
+        self._caps = draft_pb2.Caps()
+        self._outbox = draft_pb2.SpeculateResponse()
+        self._commits: list[SessionCommit] = []
+        self._wake = asyncio.Event()
+        self._failure: DraftwoodError | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def serve(self, requests: AsyncIterator[object]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
+        """The whole stream, from Hello until the draft ends it. A refusal goes in-band first, then is raised."""
+        try:
+            yield draft_pb2.SpeculateResponse(welcome=self._welcome(await anext(requests, None)))
+        except DraftwoodError as error:
+            yield draft_pb2.SpeculateResponse(errors=[draft_pb2.SessionError(error=error_to_proto(error))])
+            raise
+        reader = asyncio.create_task(self._read(requests))
+        reader.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not reader.done():
+                await self._wake.wait()
+                self._wake.clear()
+                if response := self._take():
+                    yield response
+            reader.result()
+        finally:
+            reader.cancel()
+            self._target.worker.post(lambda: self._target.engine.close_link(self.link_id))
+
+    def _welcome(self, first: object) -> draft_pb2.Welcome:
+        """Answers Hello; raises FailedPrecondition if the two sides do not fit, InvalidArgument if it is no Hello."""
+        if isinstance(first, DecodeFailure):
+            raise first.error
+        if not isinstance(first, draft_pb2.SpeculateRequest) or not first.HasField("hello"):
+            raise FailedPrecondition("HELLO_MISSING", "the first message on the stream must be Hello", field="hello")
+        hello, target = first.hello, self._target
+        if hello.protocol_version != PROTOCOL_VERSION:
+            message = f"protocol version {hello.protocol_version} is not spoken here, {PROTOCOL_VERSION} is"
+            raise FailedPrecondition("PROTOCOL_VERSION", message, field="hello.protocol_version")
+        if hello.draft.HasField("tokenizer"):
+            check(target.vocabulary, tokenizer_from_proto(hello.draft.tokenizer))
+        settings = target.settings
+        ours = draft_pb2.Caps(
+            max_nodes=settings.max_live_nodes,
+            max_depth=settings.max_depth,
+            max_sessions=settings.max_sessions,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_context_tokens=target.engine.context_limit,
+        )
+        self._caps = smaller_caps(ours, hello.draft.caps)
+        model = f"{hello.draft.kind}:{hello.draft.model}"
+        target.worker.post(lambda: target.engine.open_link(self.link_id, model))
+        log.info("draft joined", kind=hello.draft.kind, model=hello.draft.model, incarnation=hello.draft.incarnation)
+        return draft_pb2.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=target.incarnation,
+            model=target.model,
+            tokenizer=tokenizer_to_proto(target.vocabulary.fingerprint()),
+            caps=self._caps,
+        )
+
+    # --- from the draft ---
+
+    async def _read(self, requests: AsyncIterator[object]) -> None:
+        async for request in requests:
+            if isinstance(request, DecodeFailure):
+                self._refuse(request.error)
+            elif isinstance(request, draft_pb2.SpeculateRequest):
+                self._handle(request)
+
+    def _handle(self, request: draft_pb2.SpeculateRequest) -> None:
+        for join in request.joins:
+            self._join(join)
+        if request.HasField("growth"):
+            self._grow(request)
+        for leave in request.leaves:
+            self._leave(leave.handle)
+        if request.HasField("error"):
+            log.warning("draft reports an error", reason=request.error.reason, message=request.error.message)
+
+    def _join(self, join: draft_pb2.Join) -> None:
+        session_id, ticket, handle = join.session_id, join.ticket, join.handle
+
+        def run() -> None:
+            try:
+                start = self._target.engine.join(self.link_id, handle, session_id, ticket)
+            except DraftwoodError as error:
+                self._loop.call_soon_threadsafe(self._refuse, error, handle)
+            else:
+                self._loop.call_soon_threadsafe(self._start, start)
+
+        self._target.worker.post(run)
+
+    def _grow(self, request: draft_pb2.SpeculateRequest) -> None:
+        vocab_size = len(self._target.vocabulary.tokens)
+        try:
+            growths, refusals = decode_growth(request.growth, vocab_size=vocab_size, max_nodes=self._caps.max_nodes)
+        except DraftwoodError as error:
+            self._refuse(error)
+            return
+        for refusal in refusals:
+            self._refuse(refusal.error, refusal.handle)
+        METRICS.nodes["drafted"].inc(sum(len(g.token) for g in growths))
+        self._target.worker.post(lambda: self._grow_all(growths))
+
+    def _grow_all(self, growths: Sequence[SessionGrowth]) -> None:
+        for growth in growths:
+            nodes = Nodes(growth.epoch, growth.first_id, growth.parent, growth.token, growth.score)
+            try:
+                self._target.engine.grow(self.link_id, growth.handle, nodes, complete=growth.complete)
+            except DraftwoodError as error:
+                self._loop.call_soon_threadsafe(self._refuse, error, growth.handle)
+
+    def _leave(self, handle: int) -> None:
+        self._target.worker.post(lambda: self._target.engine.leave(self.link_id, handle))
+
+    # --- to the draft ---
+
+    def tell(self, commits: Sequence[SessionCommit], stops: Sequence[int]) -> None:
+        """Queues what a step has to say; all of it goes into one message."""
+        self._commits += commits
+        self._outbox.stops.extend(draft_pb2.Stop(handle=handle) for handle in stops)
+        self._wake.set()
+
+    def drain(self) -> None:
+        """Says that no more sessions are taken here."""
+        self._outbox.drain.SetInParent()
+        self._wake.set()
+
+    def _start(self, start: StartInfo) -> None:
+        self._outbox.starts.append(
+            draft_pb2.Start(
+                handle=start.handle,
+                epoch=start.epoch,
+                tokens=start.tokens,
+                seed=start.seed,
+                rule=draft_pb2.RULE_SHARED_NOISE if start.temperature else draft_pb2.RULE_GREEDY,
+                temperature=start.temperature,
+                budget=start.budget,
+                remaining_tokens=start.remaining,
+            )
+        )
+        self._wake.set()
+
+    def _refuse(self, error: DraftwoodError, handle: int | None = None) -> None:
+        log.warning("draft message refused", reason=error.reason, error=error.message, field=error.field)
+        METRICS.nodes["refused"].inc()
+        self._target.engine.totals.refused += 1
+        self._outbox.errors.append(draft_pb2.SessionError(handle=handle, error=error_to_proto(error)))
+        self._wake.set()
+
+    def _take(self) -> draft_pb2.SpeculateResponse | None:
+        response, self._outbox = self._outbox, draft_pb2.SpeculateResponse()
+        if self._commits:
+            response.commits.CopyFrom(encode_commits(self._commits))
+            self._commits = []
+        return response if response.ByteSize() else None
