@@ -71,8 +71,8 @@ class DraftSettings(BaseSettings):
     beam: Positive = Field(6, description="nodes of a level that are expanded")
     branch: Positive = Field(4, description="children drawn per expanded node")
     depth: Positive = Field(8, description="levels of a round")
-    min_survival: float = Field(
-        0.06, ge=0, le=1, description="nodes less likely than this to be reached are neither expanded nor sent"
+    min_level_survival: float = Field(
+        0.15, ge=0, description="a level is drawn if its nodes together are reached with at least this probability"
     )
     lookahead_levels: int = Field(2, ge=0, description="levels grown while the verifier works on the round")
     max_step_tokens: Positive = Field(256, description="rows of one forward; longer prompts are prefilled in chunks")

@@ -28,6 +28,7 @@ from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequ
 from verifier_service.width import GRID, StepTimes
 
 FIRST_BUDGET = 16
+LEAST_BUDGET = 8
 
 
 @dataclass(slots=True)
@@ -200,7 +201,7 @@ class Engine:
         session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
         session.drafts[link] = AttachedDraft(handle)
         self._links[link].sessions[handle] = session
-        session.budget = self._budget(session, session.budget or FIRST_BUDGET)
+        session.budget = self._budget(session, max(session.budget, FIRST_BUDGET))
         session.committed_s = self.clock()
         sampling = request.sampling
         return StartInfo(
@@ -300,7 +301,7 @@ class Engine:
         session.tree.learn(part.kept, live_path)
         ids = {link: session.tree.node_ids(link, live_path) for link in session.drafts}
         session.tree.commit(tokens)
-        session.budget = self._budget(session, 0.7 * session.budget + 0.3 * (1.5 * part.tree.size + 2))
+        session.budget = self._budget(session, 0.7 * session.budget + 0.3 * part.wanted)
         session.committed_s = self.clock()
         epoch, length = session.tree.epoch, len(session.tokens)
         for link, draft in session.drafts.items():
@@ -310,7 +311,7 @@ class Engine:
     def _budget(self, session: Session, wanted: float) -> int:
         if session.remaining <= 1 or not self.planner.speculating:
             return 0
-        return min(session.request.max_nodes, max(4, round(wanted or FIRST_BUDGET)))
+        return min(session.request.max_nodes, max(LEAST_BUDGET, round(wanted)))
 
     def _account(self, parts: Sequence[Part], out: Outcome, began: float, forward_s: float) -> None:
         now = self.clock()
@@ -333,19 +334,22 @@ class Engine:
 
 
 def measure_step_times(
-    runtime: ModelRuntime, most_rows: int, clock: Callable[[], float], repeats: int = 2
+    runtime: ModelRuntime, most_rows: int, clock: Callable[[], float], rounds: int = 3
 ) -> StepTimes:
-    """T(rows) of this model on this machine, from short forwards over an empty cache."""
-    limit = min(most_rows, 32 if runtime.device.type == "cpu" else 256)
+    """T(rows) of this model on this machine, from short forwards over an empty cache.
+
+    The best of several rounds over all sizes, so that a disturbance does not hit one size alone.
+    """
+    limit = min(most_rows, 64 if runtime.device.type == "cpu" else 256)
     grid = [rows for rows in GRID if rows <= limit]
     pages = runtime.pool.take(grid[-1])
-    seconds = []
+    parts = []
     for rows in grid:
         at = np.arange(rows, dtype=np.int32)
-        part = Rows(pages, 0, at % 2, at, np.tri(rows, dtype=np.bool_))
-        seconds.append(min(_timed(runtime, part, clock) for _ in range(repeats)))
+        parts.append(Rows(pages, 0, at % 2, at, np.tri(rows, dtype=np.bool_)))
+    seconds = [[_timed(runtime, part, clock) for part in parts] for _ in range(rounds)]
     runtime.pool.give(pages)
-    return StepTimes(grid, seconds)
+    return StepTimes(grid, np.min(seconds, axis=0))
 
 
 def _timed(runtime: ModelRuntime, part: Rows, clock: Callable[[], float]) -> float:

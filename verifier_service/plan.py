@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draftwood import tree as tt
 from draftwood.config import VerifierSettings
@@ -13,6 +14,9 @@ from draftwood.runtime.batch import Rows
 from draftwood.tree import BoolArray, IndexArray, TokenTree
 from verifier_service.session import Session
 from verifier_service.width import SpeculationGate, StepTimes, admit
+
+PROBE_STEPS = 32
+"""Steps without a node, though there were some to verify, after which one step takes them all to measure it anew."""
 
 WaitLimit = Callable[[Session], float]
 
@@ -22,13 +26,14 @@ class Part:
     """One session's rows in a step: pending committed tokens, then the nodes of ``tree`` below the anchor.
 
     ``kept`` are the indices of the tree's nodes in the session's live tree. A chunk of prefill that does not reach the
-    anchor has a tree of the anchor alone and wants no logits.
+    anchor has a tree of the anchor alone and wants no logits. ``wanted`` are the nodes to ask of the drafts next.
     """
 
     session: Session
     rows: Rows
     tree: TokenTree
     kept: IndexArray
+    wanted: int
 
 
 class Planner:
@@ -41,6 +46,7 @@ class Planner:
         self._overhead_s = 0.0  # what a step with drafts costs besides the forward
         self._sessions = 0
         self._gathering_since: float | None = None
+        self._narrow_steps = 0
 
     @property
     def speculating(self) -> bool:
@@ -77,18 +83,24 @@ class Planner:
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
         candidates = [self._candidates(s) for s in sessions]
         reach = [r[1:] for _, _, r in candidates]
-        if self._settings.width == "full":
-            lowest = -np.inf
-        elif self.gate.open:
-            lowest = admit(reach, len(sessions), self.times, self._overhead_s)
-        else:
-            lowest = np.inf
+        lowest = self._lowest_admitted(reach)
         parts = []
         for session, (tree, kept, log_reach) in zip(sessions, candidates, strict=True):
             keep = np.nonzero(log_reach >= lowest)[0][: spare_rows + 1]
             spare_rows -= len(keep) - 1
-            parts.append(_decode_part(session, tt.select(tree, keep), kept[keep]))
+            wanted = 2 * len(keep) + 4 if len(keep) < tree.size else 2 * tree.size + 8
+            parts.append(_decode_part(session, tt.select(tree, keep), kept[keep], wanted))
         return parts
+
+    def _lowest_admitted(self, log_reach: Sequence[NDArray[np.float64]]) -> float:
+        """Log survival from which on nodes are verified in this step."""
+        if self._settings.width == "full":
+            return -np.inf
+        if not self.gate.open:
+            return np.inf
+        lowest = admit(log_reach, len(log_reach), self.times, self._overhead_s)
+        self._narrow_steps = self._narrow_steps + any(map(len, log_reach)) if lowest == np.inf else 0
+        return -np.inf if self._narrow_steps > PROBE_STEPS else lowest
 
     def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, np.ndarray]:
         """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
@@ -114,10 +126,10 @@ class Planner:
         self.gate.record(tokens, since_last_s, plain_rate)
 
 
-def _decode_part(session: Session, tree: TokenTree, kept: IndexArray) -> Part:
+def _decode_part(session: Session, tree: TokenTree, kept: IndexArray, wanted: int) -> Part:
     position = (len(session.tokens) - 1 + tt.depths(tree)).astype(np.int32)
     rows = Rows(session.pages, session.cached, tree.token, position, tt.ancestors(tree))
-    return Part(session, rows, tree, kept)
+    return Part(session, rows, tree, kept, wanted)
 
 
 def _prefill_part(session: Session, most_rows: int) -> Part:
@@ -127,4 +139,4 @@ def _prefill_part(session: Session, most_rows: int) -> Part:
     visible: BoolArray = np.tri(count, dtype=np.bool_)
     reaches_anchor = count == session.pending
     rows = Rows(session.pages, session.cached, token, at, visible, logits_from=count - 1 if reaches_anchor else count)
-    return Part(session, rows, TokenTree.root(session.tokens[-1]), np.zeros(1, np.int64))
+    return Part(session, rows, TokenTree.root(session.tokens[-1]), np.zeros(1, np.int64), wanted=0)

@@ -20,25 +20,31 @@ GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class StepTimes:
-    """T(rows) by linear interpolation between measured points, kept monotone."""
+    """T(rows) by linear interpolation between measured points, and by the last slope beyond them.
+
+    It need not rise: a matrix product of 2 rows may take longer than one of 8. All points drift together (longer
+    contexts, a busier machine); a point's own correction is slow.
+    """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         self._rows = np.asarray(rows, np.float64)
         self._seconds = np.asarray(seconds, np.float64)
+        self._drift = 1.0
 
-    def observe(self, rows: int, seconds: float, weight: float = 0.1) -> None:
-        """Moves the two points around ``rows`` towards a measured step."""
-        scale = seconds / float(self(np.array([rows]))[0])
+    def observe(self, rows: int, seconds: float, drift_weight: float = 0.1, point_weight: float = 0.03) -> None:
+        """Moves all points, and the two around ``rows`` a little more, towards a measured step."""
+        scale = min(4.0, seconds / float(self(np.array([rows]))[0]))
+        self._drift *= 1 + drift_weight * (scale - 1)
         right = int(np.clip(np.searchsorted(self._rows, rows), 0, len(self._rows) - 1))
         for point in {right, max(0, right - 1) if self._rows[right] > rows else right}:
-            self._seconds[point] *= 1 + weight * (scale - 1)
+            self._seconds[point] *= 1 + point_weight * (scale - 1)
 
     def __call__(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of steps over ``rows`` rows; beyond the last point in proportion."""
-        seconds = np.maximum.accumulate(self._seconds)
-        last = self._rows[-1]
-        out: NDArray[np.float64] = np.interp(rows, self._rows, seconds) * np.maximum(1.0, rows / last)
-        return out
+        """Seconds of steps over ``rows`` rows."""
+        grid, seconds = self._rows, self._seconds
+        slope = max(0.0, (seconds[-1] - seconds[-2]) / (grid[-1] - grid[-2])) if len(grid) > 1 else seconds[0] / grid[0]
+        out: NDArray[np.float64] = np.interp(rows, grid, seconds) + slope * np.maximum(0, rows - grid[-1])
+        return out * self._drift
 
 
 def admit(log_reach: Sequence[NDArray[np.float64]], fixed_rows: int, times: StepTimes, overhead_s: float) -> float:
@@ -65,9 +71,9 @@ class SpeculationGate:
     lack of such a hold does).
     """
 
-    trial_steps: int = 12
-    first_dwell: int = 48
-    longest_dwell: int = 768
+    trial_steps: int = 16
+    first_dwell: int = 32
+    longest_dwell: int = 512
     worth: float = 1.0
     _tokens: float = 0.0
     _plain: float = 0.0

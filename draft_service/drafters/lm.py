@@ -1,8 +1,8 @@
 """A small language model that grows trees level by level, many sessions in one forward.
 
-Each level expands the likeliest nodes that have not been expanded, and the round ends when no child could enter the
-best ``budget`` nodes any more (the dynamic trees of EAGLE-2, arXiv:2406.16858, by best-first expansion). A commit
-re-roots the tree: what hangs below the accepted path and the target's own token is kept, keys and values included.
+Each level expands the likeliest nodes that have not been expanded. The round ends when no child could enter the best
+``budget`` nodes any more, or when another level is too unlikely to be reached to be worth its forward (the dynamic trees
+of EAGLE-2, arXiv:2406.16858, by best-first expansion). A commit re-roots the tree: what hangs below the accepted path and the target's own token is kept, keys and values included.
 
 Slots: the cache holds the committed prefix, then the expanded nodes of the tree in the order of their expansion.
 """
@@ -41,13 +41,19 @@ class _Session:
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # committed tokens in the cache
     tree: TokenTree = field(init=False)
+    reach: np.ndarray = field(init=False)  # log survival, [tree.size]
+    depth: np.ndarray = field(init=False)  # [tree.size]
     slot: np.ndarray = field(default_factory=lambda: np.full(1, UNEXPANDED, np.int64))  # place in the tail, [tree.size]
     numbering: Numbering = field(default_factory=Numbering)
     levels: int = 0  # forwards of this round
     complete: bool = False
 
     def __post_init__(self) -> None:
-        self.tree = TokenTree.root(self.tokens[-1])
+        self.plant(TokenTree.root(self.tokens[-1]))
+
+    def plant(self, tree: TokenTree) -> None:
+        """Replaces the tree."""
+        self.tree, self.reach, self.depth = tree, tt.log_survival(tree), tt.depths(tree)
 
     @property
     def pending(self) -> int:
@@ -72,7 +78,6 @@ class LmDrafter:
         self._token_count = len(vocabulary.tokens)
         self._noise = GumbelCache(self._token_count, runtime.device, 128)
         self._sessions: dict[Key, _Session] = {}
-        self._log_floor = float(np.log(max(settings.min_survival, 1e-9)))
 
     # --- sessions ---
 
@@ -112,11 +117,13 @@ class LmDrafter:
         session.cached += len(expanded_path)
         session.tokens.extend(tokens)
         if anchor is None or session.pending:  # the anchor is new to the cache: nothing hangs below it
-            session.tree, index = TokenTree.root(session.tokens[-1]), None
+            index = None
+            session.plant(TokenTree.root(session.tokens[-1]))
             session.slot = np.full(1, UNEXPANDED, np.int64)
         else:
             where = {n: k for k, n in enumerate(below)}
-            session.tree, index = tt.reroot(session.tree, anchor)
+            below_anchor, index = tt.reroot(session.tree, anchor)
+            session.plant(below_anchor)
             kept = np.nonzero(index >= 0)[0]
             session.slot = np.array([where.get(int(n), UNEXPANDED) for n in kept], np.int64)
         session.numbering.restart(index)
@@ -156,15 +163,15 @@ class LmDrafter:
         """Nodes worth expanding now, likeliest first: a child of theirs could still be among the best ``budget``."""
         if session.pending:
             return []
-        tree = session.tree
-        reach, depth = tt.log_survival(tree), tt.depths(tree)
+        reach, depth = session.reach, session.depth
         wanted = session.budget if not session.complete else 2 * session.budget
-        floor = max(self._log_floor, float(np.sort(reach)[-wanted - 1]) if tree.size > wanted else -np.inf)
+        floor = float(np.partition(reach, -wanted - 1)[-wanted - 1]) if len(reach) > wanted else -np.inf
         room = min(session.start.max_depth, self._context_room(session))
-        open_nodes = np.nonzero((session.slot == UNEXPANDED) & (reach > floor) & (depth < room))[0]
-        open_nodes = open_nodes[open_nodes > 0]
+        open_nodes = np.nonzero((session.slot == UNEXPANDED) & (reach > floor) & (depth < room) & (depth > 0))[0]
         order = open_nodes[np.argsort(-reach[open_nodes], kind="stable")]
-        return [int(n) for n in order[: min(self._settings.beam, MOST_TAIL_TOKENS - session.tail)]]
+        chosen = order[: min(self._settings.beam, MOST_TAIL_TOKENS - session.tail)]
+        worth = float(np.exp(reach[chosen]).sum()) >= self._settings.min_level_survival
+        return chosen.tolist() if worth else []
 
     def _context_room(self, session: _Session) -> int:
         limit = min(self._runtime.max_context_tokens, session.start.max_context_tokens)
@@ -220,22 +227,22 @@ class LmDrafter:
         else:
             parents = np.nonzero(session.slot >= session.tail - len(part.token))[0].tolist()
             parents = [n for n in parents if n > 0]
-        depth = tt.depths(session.tree)[parents]
-        positions = [int(d) + len(session.tokens) for d in depth]
+        positions = [int(d) + len(session.tokens) for d in session.depth[parents]]
         size = min(self._token_count, session.start.vocab_size)
         tokens, scores = draft_children(
             logits, session.start.sampling, positions, self._noise, self._settings.branch, vocab_size=size
         )
-        reach = tt.log_survival(session.tree)[parents]
+        # Unlikely children are kept too: once their parent has become the anchor they are likely enough.
         kept = [
-            (p, t, s)
-            for p, r, row_t, row_s in zip(parents, reach.tolist(), tokens.tolist(), scores.tolist(), strict=True)
-            for t, s in zip(row_t, row_s, strict=True)
-            if t >= 0 and r + s > self._log_floor
+            (parent, token, score)
+            for parent, row in zip(parents, zip(tokens.tolist(), scores.tolist(), strict=True), strict=True)
+            for token, score in zip(*row, strict=True)
+            if token >= 0
         ]
         if kept:
             above, token, score = zip(*kept, strict=True)
-            session.tree, _ = tt.insert(session.tree, above, token, score, capacity=4 * MOST_TAIL_TOKENS)
+            grown, _ = tt.insert(session.tree, above, token, score, capacity=4 * MOST_TAIL_TOKENS)
+            session.plant(grown)
             fresh = session.tree.size - len(session.slot)
             session.slot = np.concatenate([session.slot, np.full(fresh, UNEXPANDED, np.int64)])
             session.numbering.extend(session.tree.size)
@@ -274,5 +281,5 @@ def _level(session: _Session, nodes: list[int]) -> Rows:
     expanded = expanded[expanded > 0]
     in_slot_order = expanded[np.argsort(slot[expanded])]
     visible = tt.ancestors(tree)[nodes][:, in_slot_order]
-    position = (len(session.tokens) - 1 + tt.depths(tree)[in_slot_order]).astype(np.int32)
+    position = (len(session.tokens) - 1 + session.depth[in_slot_order]).astype(np.int32)
     return Rows(session.pages, session.cached, tree.token[nodes], position, visible)

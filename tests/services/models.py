@@ -1,0 +1,114 @@
+"""Tiny models on disk, for the real loading path: a target, and drafts that fit it well, badly and not at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+SIZE = 320
+"""Tokens of the tokenizer."""
+CONTEXT = 512
+SHORT_CONTEXT = 64
+PADDED_ROWS = 384
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+END_OF_TURN = 1
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = """A draft worker guesses the next tokens as a tree, the verifier checks the whole tree in one forward pass.
+What a client receives is what the target alone would have written. The sky is blue, the sea is green, the grass is
+greener; café, naïve, 東京, 🙂. One two three four five six seven eight nine ten."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Folders."""
+
+    target: Path
+    draft: Path  # the target with noise on its weights: often right
+    swapped: Path  # as the draft, but two ids of its tokenizer are swapped
+    padded: Path  # as the draft, with rows beyond the last token
+    short: Path  # as the draft, for short sequences only
+
+
+def make_models(root: Path) -> Models:
+    tokenizer = _train()
+    target = _random_target()
+    draft = _noisy(target, 0.05)
+    swapped = _with_swapped_ids(tokenizer, 290, 291)
+    padded = copy.deepcopy(draft)
+    padded.resize_token_embeddings(PADDED_ROWS, mean_resizing=False)
+    short = copy.deepcopy(draft)
+    short.config.max_position_embeddings = SHORT_CONTEXT
+    return Models(
+        _save(root / "tiny-target", target, tokenizer),
+        _save(root / "tiny-draft", draft, tokenizer),
+        _save(root / "swapped-draft", draft, swapped),
+        _save(root / "padded-draft", padded, tokenizer),
+        _save(root / "short-draft", short, tokenizer),
+    )
+
+
+def _train() -> Tokenizer:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZE,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    assert tokenizer.get_vocab_size() == SIZE
+    return tokenizer
+
+
+def _with_swapped_ids(tokenizer: Tokenizer, a: int, b: int) -> Tokenizer:
+    data = json.loads(tokenizer.to_str())
+    vocab = data["model"]["vocab"]
+    first, second = (next(token for token, i in vocab.items() if i == wanted) for wanted in (a, b))
+    vocab[first], vocab[second] = b, a
+    return Tokenizer.from_str(json.dumps(data))
+
+
+def _random_target() -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=SIZE, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        eos_token_id=END_OF_TURN, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)  # spread out, so that the argmax is not the same token for ever
+        model.lm_head.weight.mul_(4)  # and surer of itself, or no guess would be worth sending
+    return model
+
+
+def _noisy(model: PreTrainedModel, share: float) -> PreTrainedModel:
+    noisy = copy.deepcopy(model)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            if parameter.dim() == 2:
+                parameter.add_(torch.randn_like(parameter) * parameter.std() * share)
+    return noisy
+
+
+def _save(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> Path:
+    model.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[1], additional_special_tokens=SPECIAL)
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder

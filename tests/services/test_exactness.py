@@ -1,0 +1,128 @@
+"""The promise over the real wire: with drafts, whatever they are, the text is the target's own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftwood.client import Message
+from tests.services.models import SHORT_CONTEXT, SIZE
+from tests.services.stack import Cluster, Stack, engine_of, slow_down
+
+PROMPTS: list[Any] = [
+    "The sky is blue",
+    "one",
+    [Message("user", "Why is the sea green?")],
+    [5, 7, 11, 5, 7, 11, 5, 7],
+    "One two three four five six seven eight nine ten. " * 4,
+    [Message("system", "Be brief."), Message("user", "café 東京 🙂")],
+    [319],
+    "greener, greener, greener, greener",
+]
+RULES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 1.2, "top_k": 40, "seed": 2**64 - 1},
+    {"temperature": 0.7, "top_p": 0.8, "seed": 0},
+]
+
+
+async def compare(cluster: Cluster, tokens: int, at_once: int = 8) -> int:
+    """Every prompt under every rule, with and without drafts; returns the number of accepted guesses."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(prompt: Any, rule: dict[str, Any]) -> int:
+        async with gate:
+            options = {"max_tokens": tokens, "ignore_eos": True} | rule
+            plain = await cluster.plain(prompt, **options)
+            text = await cluster.speculative(prompt, **options)
+            assert text.tokens == plain, f"{prompt!r} {rule}"
+            assert len(plain) == tokens
+            return text.accepted
+
+    return sum(await asyncio.gather(*(one(p, r) for r in RULES for p in PROMPTS)))
+
+
+async def test_eight_clients_with_an_lm_and_an_ngram_draft(stack: Stack) -> None:
+    cluster = await stack.cluster([{}, {"kind": "ngram", "depth": 6}])
+    accepted = await compare(cluster, 48)
+    assert accepted > len(PROMPTS) * len(RULES) * 48 * 0.2, "the drafts were hardly ever right: nothing was shown"
+    assert all(draft.loaded.core.nodes_drafted for draft in cluster.drafts)
+    await cluster.is_idle()
+
+
+async def test_adaptive_width_and_float32_as_a_user_starts_it(stack: Stack) -> None:
+    cluster = await stack.cluster([{}, {"kind": "ngram"}], width="adaptive", dtype="auto", page_tokens=64)
+    await compare(cluster, 24)
+    await cluster.is_idle()
+
+
+async def test_padded_vocabulary_of_the_draft_is_harmless(stack: Stack) -> None:
+    cluster = await stack.cluster([{"model": str(stack.models.padded)}])
+    assert cluster.drafts[0].loaded.info.tokenizer.vocab_size > SIZE
+    assert await compare(cluster, 24) > 0
+
+
+async def test_draft_with_a_shorter_context_stops_at_its_limit_and_the_session_goes_on(stack: Stack) -> None:
+    """Bug kind 31."""
+    cluster = await stack.cluster([{"model": str(stack.models.short)}])
+    slow_down(cluster.verifier, 0.003)
+    for rule in RULES[:2]:
+        options = {"max_tokens": 200, "ignore_eos": True} | rule
+        plain = await cluster.plain("The sky is", **options)
+        text = await cluster.speculative("The sky is", **options)
+        assert text.tokens == plain and len(plain) == 200
+        limit = SHORT_CONTEXT - text.started.prompt_tokens
+        assert sum(c.accepted for c in text.chunks if c.offset < limit) > 0
+        assert sum(c.accepted for c in text.chunks if c.offset > limit + 4) == 0
+    long = "The grass is greener. " * 12  # longer than the draft's context from the start
+    options = {"max_tokens": 40, "ignore_eos": True}
+    assert (await cluster.speculative(long, **options)).tokens == await cluster.plain(long, **options)
+    await cluster.is_idle()
+
+
+@pytest.mark.parametrize(("verifier_nodes", "draft_nodes"), [(8, 16), (16, 8)])
+async def test_the_smaller_cap_of_nodes_is_negotiated(stack: Stack, verifier_nodes: int, draft_nodes: int) -> None:
+    """Bug kind 33: nothing is refused, no step verifies more than the smaller cap."""
+    cluster = await stack.cluster(
+        [{"max_nodes": draft_nodes}], max_live_nodes=verifier_nodes + 1, max_nodes=verifier_nodes
+    )
+    options = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    text = await cluster.speculative("The sky is", **options)
+    assert text.tokens == await cluster.plain("The sky is", **options)
+    assert text.accepted > 0
+    assert cluster.engine.totals.refused == 0
+    usage = text.finished.usage
+    assert usage.nodes_verified <= 8 * usage.steps
+
+
+async def test_greedy_text_is_what_transformers_itself_generates(stack: Stack) -> None:
+    """The oracle from outside: the target's own attention and cache, no code of ours."""
+    cluster = await stack.cluster()
+    model = AutoModelForCausalLM.from_pretrained(stack.models.target, dtype=torch.float64)
+    for prompt in ("The sky is blue", "one two three"):
+        ids = cluster.verifier.loaded.codec.encode(prompt)
+        want = model.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None)
+        text = await cluster.speculative(prompt, max_tokens=64, ignore_eos=True)
+        assert text.tokens == want[0, len(ids) :].tolist()
+
+
+async def test_pieces_are_the_text_and_never_split_a_character(stack: Stack) -> None:
+    cluster = await stack.cluster()
+    for seed in range(4):
+        text = await cluster.speculative("café 東京 🙂", max_tokens=80, ignore_eos=True, temperature=1.5, seed=seed)
+        whole = "".join(text.pieces)
+        tokenizer = cluster.verifier.loaded.codec._fast
+        assert tokenizer.decode(text.tokens, skip_special_tokens=True).startswith(whole)
+        assert len(text.pieces) == len(text.tokens)
+
+
+async def test_speculation_off_asks_no_draft(stack: Stack) -> None:
+    cluster = await stack.cluster()
+    await cluster.plain("The sky is", max_tokens=40, ignore_eos=True)
+    assert cluster.drafts[0].loaded.core.nodes_drafted == 0
+    assert engine_of(cluster.verifier).totals.verified == 0
