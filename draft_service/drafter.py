@@ -61,9 +61,6 @@ class Drafter(Protocol):
     def commit(self, key: Key, committed: SessionCommitted) -> None:
         """Moves a session on; unknown keys are ignored. A gap in the text raises ValueError."""
 
-    def set_budget(self, key: Key, budget: int) -> None:
-        """Changes what the verifier wants; unknown keys are ignored."""
-
     def close(self, key: Key) -> None:
         """Drops a session; unknown keys are ignored."""
 

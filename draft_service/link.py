@@ -57,10 +57,15 @@ class VerifierLink:
 
     # --- for the service ---
 
+    @property
+    def sessions(self) -> int:
+        """Sessions that are attached, or about to be."""
+        return len(self._sessions)
+
     async def attach(self, session_id: str, ticket: bytes) -> None:
         """Joins a session and returns when the verifier has started it; raises its refusal."""
+        await asyncio.shield(self._welcome)
         if session_id not in self._sessions:
-            await asyncio.shield(self._welcome)
             attached = _Attached(next(self._handles), asyncio.get_running_loop().create_future())
             self._sessions[session_id] = attached
             self._outbox.joins.append(draft_pb2.Join(session_id=session_id, ticket=ticket, handle=attached.handle))
@@ -73,6 +78,8 @@ class VerifierLink:
             self._outbox.leaves.append(draft_pb2.Leave(handle=attached.handle))
             self._wake.set()
             self._drop(attached.handle)
+            if not attached.started.done():
+                attached.started.set_result(None)
 
     def tell(self, growths: Sequence[SessionGrowth], leaves: Sequence[int]) -> None:
         """Queues what a level has to send; all of it goes into one message."""
@@ -134,8 +141,6 @@ class VerifierLink:
             self._start(start)
         if response.HasField("commits"):
             self._commit(response.commits)
-        for policy in response.policies:
-            self._set_budget(policy.handle, policy.budget)
         for stop in response.stops:
             self._drop(stop.handle)
         self._forget({stop.handle for stop in response.stops})
@@ -154,6 +159,10 @@ class VerifierLink:
         self._welcome.set_result(welcome)
 
     def _start(self, start: draft_pb2.Start) -> None:
+        """Takes a session up, unless it has been detached while the verifier's answer was on its way."""
+        attached = next((a for a in self._sessions.values() if a.handle == start.handle), None)
+        if attached is None:
+            return
         welcome = self._welcome.result()
         session = SessionStart(
             epoch=start.epoch,
@@ -166,9 +175,8 @@ class VerifierLink:
             max_context_tokens=welcome.caps.max_context_tokens,
         )
         self._worker.post(lambda: self._core.open((self.link_id, start.handle), session))
-        for attached in self._sessions.values():
-            if attached.handle == start.handle and not attached.started.done():
-                attached.started.set_result(None)
+        if not attached.started.done():
+            attached.started.set_result(None)
 
     def _commit(self, message: draft_pb2.Commits) -> None:
         """Hands over all sessions' commits at once, so that the next level takes them together."""
@@ -201,6 +209,3 @@ class VerifierLink:
 
     def _drop(self, handle: int) -> None:
         self._worker.post(lambda: self._core.close((self.link_id, handle)))
-
-    def _set_budget(self, handle: int, budget: int) -> None:
-        self._worker.post(lambda: self._core.drafter.set_budget((self.link_id, handle), budget))

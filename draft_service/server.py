@@ -25,13 +25,15 @@ from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_targ
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
 from draftwood.runtime.text import TextCodec
 from draftwood.runtime.worker import Worker
-from draftwood.telemetry import get_logger
+from draftwood.telemetry import get_logger, serve_metrics
 from draftwood.v1 import draft_pb2
 from draftwood.wire import tokenizer_to_proto
 
 log = get_logger(__name__)
 
 SWITCH_INTERVAL_S = 5e-4
+LAST_WORDS_S = 0.5
+"""For calls that are ending by themselves when the server stops; load streams never do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class DraftServer:
         """Binds the port and returns host:port; the drafter loads behind it, health turns SERVING when it is warm."""
         self._loop = asyncio.get_running_loop()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        serve_metrics(self.settings.metrics_port)
         address = await self._rpc.start(self.settings.listen)
         self._loading = asyncio.create_task(self._load())
         return address
@@ -77,11 +80,15 @@ class DraftServer:
         self.draining = True
         for link in self._links.values():
             link.close()
-        if self._links:
-            await asyncio.wait([link.task for link in self._links.values()], timeout=grace_s)
+        tasks = [link.task for link in self._links.values()]
+        if tasks:
+            _, hanging = await asyncio.wait(tasks, timeout=grace_s)
+            for task in hanging:
+                task.cancel()
+            await asyncio.gather(*hanging, return_exceptions=True)
         if self._loading is not None:
             self._loading.cancel()
-        await self._rpc.stop(grace_s)
+        await self._rpc.stop(min(grace_s, LAST_WORDS_S))
         if self._loaded is not None:
             await asyncio.to_thread(self._loaded.worker.stop)
 
@@ -135,14 +142,17 @@ class DraftServer:
 
     async def Attach(self, request: draft_pb2.AttachRequest, context: Any) -> draft_pb2.AttachResponse:
         loaded = self.loaded
-        if loaded.core.sessions >= self.settings.max_sessions:
-            message = f"{loaded.core.sessions} sessions are attached, the limit is {self.settings.max_sessions}"
+        sessions = sum(link.sessions for link in self._links.values())
+        if sessions >= self.settings.max_sessions:
+            message = f"{sessions} sessions are attached, the limit is {self.settings.max_sessions}"
             raise ResourceExhausted("SESSIONS_FULL", message, retry_after_ms=1000)
         await self._link(request.verifier_address, loaded).attach(request.session_id, request.ticket)
         return draft_pb2.AttachResponse()
 
     def _link(self, address: str, loaded: Loaded) -> VerifierLink:
         link = self._links.get(address)
+        if link is not None and link.draining:
+            raise Unavailable("DRAINING", f"verifier {address} takes no more sessions", retry_after_ms=1000)
         if link is None or link.task.done():
             self._link_count += 1
             link = VerifierLink(self._link_count, address, loaded.info, loaded.core, loaded.worker)

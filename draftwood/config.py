@@ -25,12 +25,16 @@ DType = Annotated[
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
 
+MetricsPort = Annotated[int, Field(ge=0, lt=2**16, description="port of Prometheus metrics on loopback; 0: none")]
+
+
 class VerifierSettings(BaseSettings):
     """One verifier: the target model, its KV cache, and how it batches."""
 
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_VERIFIER_", extra="forbid")
 
     listen: Listen = "127.0.0.1:0"
+    metrics_port: MetricsPort = 0
     model: str = Field("demo", description='target model: path, hub id, or "demo" (SmolLM2-135M-Instruct)')
     name: str = Field("", description="name that requests use; empty: derived from `model`")
     device: Device = "auto"
@@ -58,6 +62,7 @@ class DraftSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_DRAFT_", extra="forbid")
 
     listen: Listen = "127.0.0.1:0"
+    metrics_port: MetricsPort = 0
     kind: Literal["lm", "ngram"] = Field("lm", description="small language model, or n-gram lookup without weights")
     model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.5 M parameters)')
     tokenizer: str = Field("", description="where the draft's tokenizer is; empty: beside its model")
@@ -87,6 +92,7 @@ class RouterSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_ROUTER_", extra="forbid")
 
     listen: Listen = "127.0.0.1:0"
+    metrics_port: MetricsPort = 0
     verifiers: list[str] = Field([], description="addresses of verifiers, besides those that register")
     drafts: list[str] = Field([], description="addresses of draft workers, besides those that register")
     drafts_per_session: int = Field(2, ge=0, description="draft workers attached to one session")

@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from typing import Final, Literal, cast, get_args
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from draftwood.errors import BY_STATUS, InvalidArgument
 
 Fate = Literal["drafted", "verified", "accepted", "stale", "refused"]
 SessionState = Literal["waiting", "running"]
-PageOwner = Literal["free", "session", "prefix"]
+PageOwner = Literal["free", "session"]
 
 RPC_CODES: Final = ("OK", "CANCELLED", *BY_STATUS)
 STEP_BUCKETS_S: Final = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
@@ -115,3 +115,9 @@ class Metrics:
 
 
 METRICS: Final = Metrics()
+
+
+def serve_metrics(port: int) -> None:
+    """Serves this process's metrics over HTTP on loopback; port 0 serves none."""
+    if port:
+        start_http_server(port, addr="127.0.0.1", registry=METRICS.registry)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import sys
 from typing import Annotated, Any
 
@@ -11,10 +9,9 @@ import typer
 import uvloop
 
 from draftwood.config import RouterSettings
+from draftwood.rpc.serve import serve
 from draftwood.telemetry import configure_logging
 from router.server import RouterServer
-
-DRAIN_GRACE_S = 30.0
 
 
 def main(
@@ -25,17 +22,8 @@ def main(
     """Serves as router until SIGTERM or SIGINT; every other setting comes from DRAFTWOOD_ROUTER_* variables."""
     configure_logging("router", json=not sys.stderr.isatty())
     given: dict[str, Any] = {"listen": listen, "verifiers": verifier, "drafts": draft}
-    uvloop.run(serve(RouterSettings(**{name: value for name, value in given.items() if value})))
-
-
-async def serve(settings: RouterSettings) -> None:
-    server = RouterServer(settings)
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    print(f"router listens on {await server.start()}", flush=True)
-    await stopping.wait()
-    await server.stop(DRAIN_GRACE_S)
+    settings = RouterSettings(**{name: value for name, value in given.items() if value})
+    uvloop.run(serve("router", RouterServer(settings)))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import grpc.aio
 from draftwood.config import RouterSettings
 from draftwood.errors import DraftwoodError, ResourceExhausted, Unavailable
 from draftwood.rpc.server import RpcServer
+from draftwood.telemetry import serve_metrics
 from draftwood.v1 import router_pb2, verifier_pb2
 from draftwood.wire import error_to_proto
 from router.generation import RETRY_MS, Generation
@@ -60,6 +61,7 @@ class RouterServer:
 
     async def start(self) -> str:
         """Serves; returns the bound address."""
+        serve_metrics(self._settings.metrics_port)
         address = await self._rpc.start(self._settings.listen)
         for verifier in self._settings.verifiers:
             self._registry.add_static(Role.VERIFIER, verifier)

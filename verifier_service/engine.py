@@ -19,6 +19,7 @@ from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound
 from draftwood.noise import GumbelCache
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
+from draftwood.telemetry import METRICS
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.live_tree import Nodes
@@ -57,11 +58,14 @@ class StartInfo:
 class Outcome:
     """What one step, or one command, has to say to the outside."""
 
+    admitted: list[str] = field(default_factory=list)  # session ids
     emitted: list[Emitted] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     failed: list[tuple[str, DraftwoodError]] = field(default_factory=list)  # by session id
     commits: dict[int, list[SessionCommit]] = field(default_factory=dict)  # by link
     stops: dict[int, list[int]] = field(default_factory=dict)  # handles by link
+    step_s: float = 0.0  # 0: not of a step
+    verified: int = 0  # nodes
 
 
 @dataclass(slots=True)
@@ -112,23 +116,25 @@ class Engine:
         """Longest sequence served, tokens."""
         return min(self.settings.max_context_tokens, self.runtime.max_context_tokens)
 
-    def submit(self, request: GenerateRequest) -> None:
+    def submit(self, request: GenerateRequest) -> Outcome:
         """Takes a checked request; raises ResourceExhausted when it can never fit or the queue is full."""
         need, whole = self.runtime.pool.pages_for(self._capacity(request)), self.runtime.pool.total
         if need > whole:
             raise ResourceExhausted("KV_FULL", f"the request needs {need} KV pages, the cache has {whole} in all")
         assert request.session_id not in self.sessions
+        out = Outcome()
         self.waiting.append(request)
-        self._admit()
+        self._admit(out)
         if len(self.waiting) > self.settings.max_waiting:
             self.waiting.pop()
             limit = self.settings.max_waiting
             raise ResourceExhausted("QUEUE_FULL", f"{limit} requests are waiting already", retry_after_ms=1000)
+        return out
 
     def _capacity(self, request: GenerateRequest) -> int:
         return len(request.prompt) + request.ending.max_tokens + request.max_nodes + 1
 
-    def _admit(self) -> None:
+    def _admit(self, out: Outcome) -> None:
         while self.waiting and len(self.sessions) < self.settings.max_sessions:
             request = self.waiting[0]
             capacity = self._capacity(request)
@@ -138,6 +144,7 @@ class Engine:
             pages = self.runtime.pool.take(capacity)
             session = Session(request, pages, capacity, self.clock(), self.settings.max_live_nodes)
             self.sessions[request.session_id] = session
+            out.admitted.append(request.session_id)
 
     def cancel(self, session_id: str) -> Outcome:
         """Ends a session, wherever it is; unknown ones are none of our business any more."""
@@ -166,7 +173,7 @@ class Engine:
         for link, draft in session.drafts.items():
             self._links[link].sessions.pop(draft.handle, None)
             out.stops.setdefault(link, []).append(draft.handle)
-        self._admit()
+        self._admit(out)
 
     def crash(self, error: Exception) -> Outcome:
         """A step has raised: every running session fails, the engine goes on."""
@@ -221,6 +228,7 @@ class Engine:
         session = self._links[link].sessions.get(handle)
         if session is None:
             self.totals.stale += len(nodes.token)
+            METRICS.nodes["stale"].inc(len(nodes.token))
             return
         if nodes.epoch > session.tree.epoch:
             message = f"epoch {nodes.epoch} is ahead of the session's {session.tree.epoch}"
@@ -228,6 +236,7 @@ class Engine:
         stale = session.tree.grow(link, nodes)
         session.stats.stale += stale
         self.totals.stale += stale
+        METRICS.nodes["stale"].inc(stale)
         draft = session.drafts[link]
         if complete and nodes.epoch > draft.complete_epoch:
             draft.complete_epoch = nodes.epoch
@@ -257,7 +266,6 @@ class Engine:
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
         self.runtime.move([move for move in moves if move])
         self._account(parts, out, began, forward_s)
-        self._admit()
         return out
 
     def _accept(
@@ -323,19 +331,19 @@ class Engine:
         totals.tokens += tokens
         totals.verified += nodes
         totals.accepted += sum(e.accepted for e in out.emitted)
+        out.step_s, out.verified = now - began, nodes
         totals.step_s = now - began if not totals.step_s else 0.9 * totals.step_s + 0.1 * (now - began)
         totals.width = nodes / max(1, len(out.emitted))
         steady = len(out.emitted) == len(parts) and len(parts) == self._sessions_before
         since = now - self._last_step_s if self._last_step_s is not None else now - began
         if steady:
-            self.planner.observe(rows, len(parts), tokens, forward_s, since)
+            drafted = any(part.session.drafts for part in parts)
+            self.planner.observe(rows, len(parts), tokens, forward_s, since, drafted=drafted)
         self._last_step_s = now if self.sessions else None
         self._sessions_before = len(self.sessions)
 
 
-def measure_step_times(
-    runtime: ModelRuntime, most_rows: int, clock: Callable[[], float], rounds: int = 3
-) -> StepTimes:
+def measure_step_times(runtime: ModelRuntime, most_rows: int, clock: Callable[[], float], rounds: int = 3) -> StepTimes:
     """T(rows) of this model on this machine, from short forwards over an empty cache.
 
     The best of several rounds over all sizes, so that a disturbance does not hit one size alone.

@@ -100,7 +100,10 @@ class Planner:
             return np.inf
         lowest = admit(log_reach, len(log_reach), self.times, self._overhead_s)
         self._narrow_steps = self._narrow_steps + any(map(len, log_reach)) if lowest == np.inf else 0
-        return -np.inf if self._narrow_steps > PROBE_STEPS else lowest
+        if self._narrow_steps <= PROBE_STEPS:
+            return lowest
+        self._narrow_steps = 0
+        return -np.inf
 
     def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, np.ndarray]:
         """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
@@ -114,9 +117,13 @@ class Planner:
         reach[0] = np.inf
         return tree, shallow[kept], reach
 
-    def observe(self, rows: int, sessions: int, tokens: int, forward_s: float, since_last_s: float) -> None:
-        """Learns from a step in which every session decoded: its time, and whether drafts paid."""
+    def observe(
+        self, rows: int, sessions: int, tokens: int, forward_s: float, since_last_s: float, *, drafted: bool
+    ) -> None:
+        """Learns from a step in which every session decoded: its time and, if drafts served it, whether they paid."""
         self.times.observe(rows, forward_s)
+        if not drafted:
+            return
         if max(sessions, self._sessions) > 1.5 * min(sessions, self._sessions):
             self.gate.reset()
             self._sessions = sessions

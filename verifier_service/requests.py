@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftwood.acceptance import Ending
+from draftwood.acceptance import Ending, emit
 from draftwood.errors import InvalidArgument
 from draftwood.runtime.text import TextCodec
 from draftwood.sampling import SamplingParams
@@ -37,14 +37,11 @@ def check_request(
             "PROMPT_TOO_LONG", f"the prompt has {len(prompt)} tokens, {limit}", field="generation.prompt"
         )
     max_tokens = _max_tokens(generation.max_tokens, context_limit - len(prompt))
-    if len(resume) >= max_tokens:
-        message_ = f"{len(resume)} tokens to resume from reach the limit of {max_tokens}"
-        raise InvalidArgument("RESUME", message_, field="generation.resume_tokens")
     stops = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else end_tokens)
-    if stops.intersection(resume):
-        raise InvalidArgument(
-            "RESUME", "the tokens to resume from have ended already", field="generation.resume_tokens"
-        )
+    ending = Ending(stops, max_tokens)
+    if (possible := emit(resume, 0, ending).count) < len(resume):
+        message_ = f"{len(resume)} tokens to resume from, but the text ends after {possible}"
+        raise InvalidArgument("RESUME", message_, field="generation.resume_tokens")
     speculation = generation.speculation
     nodes = min(max_nodes, speculation.max_nodes or max_nodes)
     return GenerateRequest(
@@ -53,7 +50,7 @@ def check_request(
         prompt,
         resume,
         _sampling(generation.sampling, seed, token_count),
-        Ending(stops, max_tokens),
+        ending,
         0 if speculation.disabled else nodes,
     )
 

@@ -20,7 +20,7 @@ class TargetSampler:
         self._token_count = token_count
 
     def choose(self, logits: Tensor, parts: Sequence[Part]) -> list[list[int]]:
-        """Each part's tokens, -1 where the logits were not finite; logits [wanted rows, vocab] of all parts, in order."""
+        """Each part's tokens, -1 where logits were not finite; logits [wanted rows, vocab] of all parts, in order."""
         counts = [len(part.rows.token) - part.rows.logits_from for part in parts]
         groups: dict[SamplingParams, list[int]] = {}
         for k, part in enumerate(parts):

@@ -10,13 +10,14 @@ import secrets
 import sys
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftwood.acceptance import FinishReason
+from draftwood.acceptance import FinishReason, emit
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
 from draftwood.rpc.server import RpcServer
@@ -24,13 +25,13 @@ from draftwood.runtime.demo_model import DEMO, TARGET_NAME, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
 from draftwood.runtime.text import PieceStream, TextCodec, end_tokens
 from draftwood.runtime.worker import Worker
-from draftwood.telemetry import METRICS, get_logger
+from draftwood.telemetry import METRICS, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
 from verifier_service.engine import Engine, Outcome
 from verifier_service.requests import check_request
-from verifier_service.session import Emitted, Ended
+from verifier_service.session import Emitted, Ended, Stats
 from verifier_service.speculation import DraftLink, Target
 
 log = get_logger(__name__)
@@ -40,6 +41,8 @@ REASONS = {
     FinishReason.LENGTH: verifier_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: verifier_pb2.FINISH_REASON_CANCELLED,
 }
+LAST_WORDS_S = 0.5
+"""For streams that are ending by themselves when the server stops; load streams and idle drafts never do."""
 SWITCH_INTERVAL_S = 5e-4
 """How long the engine's thread may hold the interpreter while a message waits; Python's default is 5 ms."""
 
@@ -56,7 +59,11 @@ class Loaded:
     worker: Worker[Outcome]
 
 
-Event = Emitted | Ended | DraftwoodError
+class Admitted:
+    """The session has its pages and runs."""
+
+
+Event = Admitted | Emitted | Ended | DraftwoodError
 
 
 class VerifierServer:
@@ -71,6 +78,8 @@ class VerifierServer:
         self._rpc.add(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], self)
         self._loaded: Loaded | None = None
         self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._idle = asyncio.Event()  # no request is being served
+        self._idle.set()
         self._links: dict[int, DraftLink] = {}
         self._link_count = 0
         self._loading: asyncio.Task[None] | None = None
@@ -80,6 +89,7 @@ class VerifierServer:
         """Binds the port and returns host:port; the model loads behind it, health turns SERVING when it is warm."""
         self._loop = asyncio.get_running_loop()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        serve_metrics(self.settings.metrics_port)
         address = await self._rpc.start(self.settings.listen)
         self._loading = asyncio.create_task(self._load())
         return address
@@ -96,7 +106,11 @@ class VerifierServer:
             link.drain()
         if self._loading is not None:
             self._loading.cancel()
-        await self._rpc.stop(grace_s)
+        await self._rpc.set_serving(False)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        await self._rpc.stop(min(grace_s, LAST_WORDS_S))
         if self._loaded is not None:
             await asyncio.to_thread(self._loaded.worker.stop)
 
@@ -150,10 +164,12 @@ class VerifierServer:
             link = self._links.get(link_id)
             if link:
                 link.tell(outcome.commits.get(link_id, []), outcome.stops.get(link_id, []))
-        events: list[Event] = [*outcome.emitted, *outcome.ended]
-        for event in events:
-            assert not isinstance(event, DraftwoodError)
-            self._deliver(event.session_id, event)
+        for session_id in outcome.admitted:
+            self._deliver(session_id, Admitted())
+        for emitted in outcome.emitted:
+            self._deliver(emitted.session_id, emitted)
+        for ended in outcome.ended:
+            self._deliver(ended.session_id, ended)
         for session_id, error in outcome.failed:
             self._deliver(session_id, error)
         self._count(outcome)
@@ -164,7 +180,16 @@ class VerifierServer:
             stream.put_nowait(event)
 
     def _count(self, outcome: Outcome) -> None:
-        METRICS.steps.inc(bool(outcome.emitted))
+        assert self._loaded is not None
+        engine = self._loaded.engine
+        METRICS.sessions["running"].set(len(engine.sessions))
+        METRICS.sessions["waiting"].set(len(engine.waiting))
+        METRICS.kv_pages["free"].set(engine.runtime.pool.free)
+        METRICS.kv_pages["session"].set(engine.runtime.pool.total - engine.runtime.pool.free)
+        if outcome.step_s:
+            METRICS.steps.inc()
+            METRICS.step_seconds.observe(outcome.step_s)
+            METRICS.nodes["verified"].inc(outcome.verified)
         METRICS.tokens.inc(sum(len(e.tokens) for e in outcome.emitted))
         METRICS.nodes["accepted"].inc(sum(e.accepted for e in outcome.emitted))
 
@@ -174,8 +199,9 @@ class VerifierServer:
         self, request: verifier_pb2.VerifierServiceGenerateRequest, context: Any
     ) -> AsyncGenerator[verifier_pb2.VerifierServiceGenerateResponse, None]:
         try:
-            async for event in self._generate(request):
-                yield verifier_pb2.VerifierServiceGenerateResponse(event=event)
+            async with aclosing(self._generate(request)) as events:
+                async for event in events:
+                    yield verifier_pb2.VerifierServiceGenerateResponse(event=event)
         except DraftwoodError as error:  # in-band first: a status may be lost when a stream ends
             event = verifier_pb2.GenerationEvent(error=error_to_proto(error))
             yield verifier_pb2.VerifierServiceGenerateResponse(event=event)
@@ -183,7 +209,7 @@ class VerifierServer:
 
     async def _generate(
         self, message: verifier_pb2.VerifierServiceGenerateRequest
-    ) -> AsyncIterator[verifier_pb2.GenerationEvent]:
+    ) -> AsyncGenerator[verifier_pb2.GenerationEvent, None]:
         loaded = self.loaded
         request = await asyncio.to_thread(
             check_request,
@@ -198,34 +224,56 @@ class VerifierServer:
         if request.session_id in self._streams:
             raise InvalidArgument("SESSION_EXISTS", f"session {request.session_id!r} is running", field="session_id")
         stream = self._streams[request.session_id] = asyncio.Queue()
+        self._idle.clear()
         pieces = loaded.codec.stream()
         pieces.feed(request.resume)
+        started = verifier_pb2.Started(
+            session_id=request.session_id,
+            model=loaded.name,
+            seed=request.sampling.seed,
+            prompt_tokens=len(request.prompt),
+        )
         try:
-            await asyncio.wrap_future(loaded.worker.call(lambda: loaded.engine.submit(request)))
-            started = verifier_pb2.Started(
-                session_id=request.session_id,
-                model=loaded.name,
-                seed=request.sampling.seed,
-                prompt_tokens=len(request.prompt),
-            )
+            if reason := emit(request.resume, 0, request.ending).finish:  # the tokens to resume from are the whole text
+                yield verifier_pb2.GenerationEvent(started=started)
+                ended = Ended(request.session_id, reason, len(request.prompt), len(request.resume), 0.0, Stats())
+                yield verifier_pb2.GenerationEvent(finished=_finished(ended))
+                return
+            submitted = loaded.worker.call(lambda: self._publish(loaded.engine.submit(request)))
+            await asyncio.wrap_future(submitted)
+            admitted = await stream.get()  # only now may drafts join
+            if isinstance(admitted, DraftwoodError):
+                raise admitted
             yield verifier_pb2.GenerationEvent(started=started)
             while not isinstance(event := await stream.get(), Ended):
                 yield _chunk(event, pieces)
             yield verifier_pb2.GenerationEvent(finished=_finished(event))
         finally:
             del self._streams[request.session_id]
+            if not self._streams:
+                self._idle.set()
             loaded.worker.post(lambda: self._publish(loaded.engine.cancel(request.session_id)))
 
     async def Speculate(
         self, requests: AsyncIterator[Any], context: Any
     ) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
+        try:
+            async with aclosing(self._speculate(requests)) as responses:
+                async for response in responses:
+                    yield response
+        except DraftwoodError as error:  # in-band first, as above
+            yield draft_pb2.SpeculateResponse(errors=[draft_pb2.SessionError(error=error_to_proto(error))])
+            raise
+
+    async def _speculate(self, requests: AsyncIterator[Any]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
         loaded = self.loaded
         self._link_count += 1
         target = Target(self.incarnation, loaded.name, loaded.vocabulary, loaded.engine, loaded.worker, self.settings)
         link = self._links[self._link_count] = DraftLink(self._link_count, target)
         try:
-            async for response in link.serve(requests):
-                yield response
+            async with aclosing(link.serve(requests)) as responses:
+                async for response in responses:
+                    yield response
         finally:
             del self._links[link.link_id]
 
@@ -271,10 +319,11 @@ class VerifierServer:
         return report
 
 
-def _chunk(event: Emitted | DraftwoodError, pieces: PieceStream) -> verifier_pb2.GenerationEvent:
+def _chunk(event: Event, pieces: PieceStream) -> verifier_pb2.GenerationEvent:
     """One step's tokens with their text; raises the error that ended the session."""
     if isinstance(event, DraftwoodError):
         raise event
+    assert isinstance(event, Emitted)
     chunk = verifier_pb2.Chunk(
         offset=event.offset, tokens=event.tokens, pieces=pieces.feed(event.tokens), accepted=event.accepted
     )

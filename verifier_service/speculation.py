@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from draftwood.config import VerifierSettings
@@ -58,12 +59,17 @@ class DraftLink:
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, requests: AsyncIterator[object]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
-        """The whole stream, from Hello until the draft ends it. A refusal goes in-band first, then is raised."""
+        """The whole stream, from Hello until the draft ends it; raises DraftwoodError if the two do not fit."""
+        welcome = self._welcome(await anext(requests, None))
         try:
-            yield draft_pb2.SpeculateResponse(welcome=self._welcome(await anext(requests, None)))
-        except DraftwoodError as error:
-            yield draft_pb2.SpeculateResponse(errors=[draft_pb2.SessionError(error=error_to_proto(error))])
-            raise
+            yield draft_pb2.SpeculateResponse(welcome=welcome)
+            async with aclosing(self._converse(requests)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            self._target.worker.post(lambda: self._target.engine.close_link(self.link_id))
+
+    async def _converse(self, requests: AsyncIterator[object]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
         reader = asyncio.create_task(self._read(requests))
         reader.add_done_callback(lambda _: self._wake.set())
         try:
@@ -75,7 +81,6 @@ class DraftLink:
             reader.result()
         finally:
             reader.cancel()
-            self._target.worker.post(lambda: self._target.engine.close_link(self.link_id))
 
     def _welcome(self, first: object) -> draft_pb2.Welcome:
         """Answers Hello; raises FailedPrecondition if the two sides do not fit, InvalidArgument if it is no Hello."""

@@ -1,8 +1,9 @@
 """A small language model that grows trees level by level, many sessions in one forward.
 
 Each level expands the likeliest nodes that have not been expanded. The round ends when no child could enter the best
-``budget`` nodes any more, or when another level is too unlikely to be reached to be worth its forward (the dynamic trees
-of EAGLE-2, arXiv:2406.16858, by best-first expansion). A commit re-roots the tree: what hangs below the accepted path and the target's own token is kept, keys and values included.
+``budget`` nodes any more, or when another level is too unlikely to be reached to be worth its forward (the dynamic
+trees of EAGLE-2, arXiv:2406.16858, by best-first expansion). A commit re-roots the tree: what hangs below the accepted
+path and the target's own token is kept, keys and values included.
 
 Slots: the cache holds the committed prefix, then the expanded nodes of the tree in the order of their expansion.
 """
@@ -88,10 +89,6 @@ class LmDrafter:
         session = self._sessions.pop(key, None)
         if session:
             self._runtime.pool.give(session.pages)
-
-    def set_budget(self, key: Key, budget: int) -> None:
-        if key in self._sessions:
-            self._sessions[key].budget = budget
 
     def commit(self, key: Key, committed: SessionCommitted) -> None:
         session = self._sessions.get(key)

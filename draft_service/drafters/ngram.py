@@ -1,8 +1,7 @@
 """N-gram lookup: guesses that the text goes on as it did after the same words before. No weights.
 
-The continuation of the longest earlier match is proposed, with those of other matches as branches (prompt lookup
-decoding; the idea of LLMA, arXiv:2304.04487, on a tree). How far a match of a given length can be trusted is learnt from
-the commits.
+The continuation of the longest earlier match is proposed, with those of other matches as branches (the idea of LLMA,
+arXiv:2304.04487, on a tree). How far a match of a given length can be trusted is learnt from the commits.
 """
 
 from __future__ import annotations
@@ -65,10 +64,6 @@ class NgramDrafter:
         session.tokens.extend(committed.tokens)
         session.epoch, session.budget, session.due = committed.epoch, committed.budget, True
         session.numbering.restart(None)
-
-    def set_budget(self, key: Key, budget: int) -> None:
-        if key in self._sessions:
-            self._sessions[key].budget = budget
 
     def close(self, key: Key) -> None:
         self._sessions.pop(key, None)

@@ -37,12 +37,13 @@ def run_server(role: str, settings: type[S], server: Callable[[S], Server]) -> N
     configure_logging(role, json=not sys.stderr.isatty())
     chosen = CliApp.run(settings, cli_settings_source=None)
     try:
-        uvloop.run(_serve(role, server(chosen)))
+        uvloop.run(serve(role, server(chosen)))
     except DraftwoodError as error:
         sys.exit(f"error: {error}")
 
 
-async def _serve(role: str, server: Server) -> None:
+async def serve(role: str, server: Server) -> None:
+    """Starts the server, says where and when it is ready, and drains it on a signal."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

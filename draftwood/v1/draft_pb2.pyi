@@ -152,22 +152,20 @@ class Leave(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
-    __slots__ = ("welcome", "starts", "commits", "policies", "stops", "drain", "errors")
+    __slots__ = ("welcome", "starts", "commits", "stops", "drain", "errors")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
-    POLICIES_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     starts: _containers.RepeatedCompositeFieldContainer[Start]
     commits: Commits
-    policies: _containers.RepeatedCompositeFieldContainer[Policy]
     stops: _containers.RepeatedCompositeFieldContainer[Stop]
     drain: Drain
     errors: _containers.RepeatedCompositeFieldContainer[SessionError]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., policies: _Optional[_Iterable[_Union[Policy, _Mapping]]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "model", "tokenizer", "caps")
@@ -222,14 +220,6 @@ class Commits(_message.Message):
     token: _containers.RepeatedScalarFieldContainer[int]
     node_id: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, handle: _Optional[_Iterable[int]] = ..., epoch: _Optional[_Iterable[int]] = ..., length: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., budget: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., node_id: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Policy(_message.Message):
-    __slots__ = ("handle", "budget")
-    HANDLE_FIELD_NUMBER: _ClassVar[int]
-    BUDGET_FIELD_NUMBER: _ClassVar[int]
-    handle: int
-    budget: int
-    def __init__(self, handle: _Optional[int] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("handle",)

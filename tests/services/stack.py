@@ -88,11 +88,11 @@ class Stack:
 
     async def verifier(self, kind: type[VerifierServer] = VerifierServer, **settings: Any) -> VerifierServer:
         chosen = {"model": str(self.models.target), "name": "tiny", "kv_pages": 512, **EXACT} | settings
-        return await self._start(kind(VerifierSettings(**chosen)))
+        return await self.start(kind(VerifierSettings(**chosen)))
 
     async def draft(self, **settings: Any) -> DraftServer:
         chosen = {"model": str(self.models.draft), "threads": 1, "depth": 4, "page_tokens": 16, **FAST} | settings
-        return await self._start(DraftServer(DraftSettings(**chosen)))
+        return await self.start(DraftServer(DraftSettings(**chosen)))
 
     async def router(self, verifiers: Sequence[Any], drafts: Sequence[Any] = (), **settings: Any) -> RouterServer:
         """A router over servers of ours, or addresses; ready when it has seen all of them serving."""
@@ -103,7 +103,7 @@ class Stack:
                 **({"reconnect_s": 0.1, "status_interval_s": 0.05} | settings),
             )
         )
-        await self._start(router)
+        await self.start(router)
         await until(lambda: all(w.health == "READY" for w in router.workers()), what="all workers ready")
         return router
 
@@ -120,7 +120,7 @@ class Stack:
     async def channel(self, server: Any) -> grpc.aio.Channel:
         return await self.exits.enter_async_context(open_channel(server.address))
 
-    async def _start(self, server: T) -> T:
+    async def start(self, server: T) -> T:
         self.exits.push_async_callback(server.stop, 0.5)  # type: ignore[attr-defined]
         server.address = await server.start()  # type: ignore[attr-defined]
         self.addresses.append(server.address)  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TICKET = b"ticket"
 GARBAGE = b"\xff" * 9
-NEIGHBOUR: dict[str, Any] = {"max_tokens": 60, "temperature": 0.9, "seed": 42, "ignore_eos": True}
+NEIGHBOUR: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 42, "ignore_eos": True}
 NAN, INF = math.nan, math.inf
 
 
@@ -93,7 +93,7 @@ class Rig:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(models: Models) -> AsyncIterator[Rig]:
     async with running(models) as stack:
-        rig = Rig(stack, await stack.cluster())
+        rig = Rig(stack, await stack.cluster(draft_wait_ms=20))
         slow_down(rig.cluster.verifier, 0.002)
         await rig.open()
         yield rig
@@ -193,7 +193,7 @@ async def test_session_id_in_use(rig: Rig) -> None:
     name = uuid.uuid4().hex
     async with rig.unimpressed():
         first = rig.verifier_stub.Generate(verifier_request(name, max_tokens=80, ignore_eos=True))
-        await first.read()
+        await until(lambda: name in rig.cluster.engine.sessions)
         refusal = await refused(rig.verifier_stub.Generate(verifier_request(name, max_tokens=4)))
         assert len(await tokens_of(first)) == 80, "the first session must go on"
     check(refusal.said, "INVALID_ARGUMENT", "SESSION_EXISTS", "session_id")
@@ -349,13 +349,11 @@ async def test_padding_of_the_draft_is_no_mismatch(rig: Rig) -> None:
 
 
 @asynccontextmanager
-async def session(rig: Rig, tokens: int = 60) -> AsyncIterator[tuple[str, asyncio.Task[list[int]]]]:
+async def session(rig: Rig, tokens: int = 40) -> AsyncIterator[tuple[str, asyncio.Task[list[int]]]]:
     """A session of our own at the verifier, whose text must come out right as well."""
     name = uuid.uuid4().hex
     sampling = SAMPLING(temperature=0.9, seed=42)
-    request = verifier_request(
-        name, TICKET, "The sea is", max_tokens=tokens, sampling=sampling, ignore_eos=True
-    )
+    request = verifier_request(name, TICKET, "The sea is", max_tokens=tokens, sampling=sampling, ignore_eos=True)
     task = asyncio.create_task(tokens_of(rig.verifier_stub.Generate(request)))
     try:
         await until(lambda: name in rig.cluster.engine.sessions)

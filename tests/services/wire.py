@@ -1,15 +1,18 @@
-"""A draft worker by hand: says anything on a Speculate stream, bytes included."""
+"""Either side of a Speculate stream by hand: says anything, bytes included."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from draftwood.errors import DraftwoodError
+from draftwood.errors import DraftwoodError, Unavailable
+from draftwood.rpc.server import RpcServer
 from draftwood.rpc.status import from_rpc_error
-from draftwood.v1 import draft_pb2, tree_pb2
+from draftwood.v1 import draft_pb2, tree_pb2, verifier_pb2
 from draftwood.wire import error_from_proto
 from tests.services.stack import within
 
@@ -18,7 +21,7 @@ TIMEOUT_S = 5.0
 
 
 class HandDraft:
-    """One stream to a verifier. ``heard`` keeps every message."""
+    """A draft worker: one stream to a verifier. ``heard`` keeps every message."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         method = channel.stream_stream(
@@ -89,3 +92,47 @@ def growth(**columns: Any) -> tree_pb2.Growth:
         "parent": [0], "token": [5] * nodes, "score": [-0.5] * nodes,
     } | columns  # fmt: skip
     return tree_pb2.Growth(**{k: v if isinstance(v, list) else [v] for k, v in fields.items()})
+
+
+Script = Callable[[AsyncIterator[Any]], AsyncGenerator[draft_pb2.SpeculateResponse, None]]
+
+
+class ScriptedVerifier:
+    """The verifier's side of the Speculate stream by hand, as a real server; ``heard`` keeps every message."""
+
+    def __init__(self, script: Script) -> None:
+        self.heard: list[draft_pb2.SpeculateRequest] = []
+        self.address = ""
+        self._script = script
+        self._rpc = RpcServer()
+        self._rpc.add(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], self)
+
+    async def start(self) -> str:
+        return await self._rpc.start("127.0.0.1:0")
+
+    async def ready(self) -> None:
+        await self._rpc.set_serving(True)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._rpc.stop(grace_s)
+
+    async def Speculate(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[draft_pb2.SpeculateResponse]:
+        async with aclosing(self._script(self._recorded(requests))) as responses:
+            async for response in responses:
+                yield response
+
+    async def _recorded(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            self.heard.append(request)
+            yield request
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        raise Unavailable("LOADING", "a scripted verifier generates nothing")
+        yield
+
+    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        raise Unavailable("LOADING", "a scripted verifier has no load")
+        yield
+
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:
+        raise Unavailable("LOADING", "a scripted verifier has no model")
