@@ -48,11 +48,10 @@ class VerifierLink:
         self._handles = itertools.count(1)
         self._sessions: dict[str, _Attached] = {}
         self._welcome: asyncio.Future[draft_pb2.Welcome] = asyncio.get_running_loop().create_future()
-        self._outbox = draft_pb2.SpeculateRequest(hello=draft_pb2.Hello(protocol_version=PROTOCOL_VERSION, draft=info))
+        self._outbox = draft_pb2.SpeculateRequest()
         self._growths: list[SessionGrowth] = []
         self._wake = asyncio.Event()
         self._closed = False
-        self._wake.set()
         self.task = asyncio.create_task(self._run())
 
     # --- for the service ---
@@ -64,7 +63,6 @@ class VerifierLink:
 
     async def attach(self, session_id: str, ticket: bytes) -> None:
         """Joins a session and returns when the verifier has started it; raises its refusal."""
-        await asyncio.shield(self._welcome)
         if session_id not in self._sessions:
             attached = _Attached(next(self._handles), asyncio.get_running_loop().create_future())
             self._sessions[session_id] = attached
@@ -122,6 +120,9 @@ class VerifierLink:
         self._worker.post(lambda: self._core.close_link(self.link_id))
 
     async def _send(self) -> AsyncIterator[draft_pb2.SpeculateRequest]:
+        """Hello alone, and once the verifier has answered it, whatever gathers."""
+        yield draft_pb2.SpeculateRequest(hello=draft_pb2.Hello(protocol_version=PROTOCOL_VERSION, draft=self._info))
+        await asyncio.wait([self._welcome])
         while not self._closed:
             await self._wake.wait()
             self._wake.clear()
@@ -131,8 +132,6 @@ class VerifierLink:
                 self._growths = []
             if request.ByteSize():
                 yield request
-            if request.HasField("hello"):
-                await asyncio.wait([self._welcome])
 
     def _handle(self, response: draft_pb2.SpeculateResponse) -> None:
         if response.HasField("welcome"):

@@ -73,7 +73,7 @@ class DraftSettings(BaseSettings):
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     max_sessions: Positive = Field(64, description="sessions that may be attached at once")
     max_nodes: Positive = Field(64, description="nodes of one round", le=255)
-    beam: Positive = Field(6, description="nodes of a level that are expanded")
+    beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
     branch: Positive = Field(4, description="children drawn per expanded node")
     depth: Positive = Field(8, description="levels of a round")
     min_level_survival: float = Field(

@@ -29,7 +29,7 @@ from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequ
 from verifier_service.width import GRID, StepTimes
 
 FIRST_BUDGET = 16
-LEAST_BUDGET = 8
+LEAST_BUDGET = 4
 
 
 @dataclass(slots=True)
@@ -209,7 +209,6 @@ class Engine:
         session.drafts[link] = AttachedDraft(handle)
         self._links[link].sessions[handle] = session
         session.budget = self._budget(session, max(session.budget, FIRST_BUDGET))
-        session.committed_s = self.clock()
         sampling = request.sampling
         return StartInfo(
             handle, session.tree.epoch, tuple(session.tokens), sampling.seed, sampling.temperature,

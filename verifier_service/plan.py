@@ -88,7 +88,7 @@ class Planner:
         for session, (tree, kept, log_reach) in zip(sessions, candidates, strict=True):
             keep = np.nonzero(log_reach >= lowest)[0][: spare_rows + 1]
             spare_rows -= len(keep) - 1
-            wanted = 2 * len(keep) + 4 if len(keep) < tree.size else 2 * tree.size + 8
+            wanted = 3 + len(keep) * 3 // 2 if len(keep) < tree.size else 8 + 2 * tree.size
             parts.append(_decode_part(session, tt.select(tree, keep), kept[keep], wanted))
         return parts
 

@@ -31,6 +31,8 @@ log = get_logger(__name__)
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 << 20
+MOST_IN_HAND = 16
+"""Messages of one draft that wait for the engine; the draft's further ones wait on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +119,18 @@ class DraftLink:
     # --- from the draft ---
 
     async def _read(self, requests: AsyncIterator[object]) -> None:
+        in_hand = asyncio.Semaphore(MOST_IN_HAND)
+
+        def handled() -> None:
+            self._loop.call_soon_threadsafe(in_hand.release)
+
         async for request in requests:
+            await in_hand.acquire()
             if isinstance(request, DecodeFailure):
                 self._refuse(request.error)
             elif isinstance(request, draft_pb2.SpeculateRequest):
                 self._handle(request)
+            self._target.worker.post(handled)
 
     def _handle(self, request: draft_pb2.SpeculateRequest) -> None:
         for join in request.joins:

@@ -166,7 +166,7 @@ class LmDrafter:
         room = min(session.start.max_depth, self._context_room(session))
         open_nodes = np.nonzero((session.slot == UNEXPANDED) & (reach > floor) & (depth < room) & (depth > 0))[0]
         order = open_nodes[np.argsort(-reach[open_nodes], kind="stable")]
-        chosen = order[: min(self._settings.beam, MOST_TAIL_TOKENS - session.tail)]
+        chosen = order[: min(self._settings.beam, -(-session.budget // 2), MOST_TAIL_TOKENS - session.tail)]
         worth = float(np.exp(reach[chosen]).sum()) >= self._settings.min_level_survival
         return chosen.tolist() if worth else []
 

@@ -16,6 +16,9 @@ from draftwood.telemetry import get_logger
 
 log = get_logger(__name__)
 
+MOST_COMMAND_S = 0.02
+"""Commands run for so long at most before a step that is due gets its turn."""
+
 Out_co = TypeVar("Out_co", covariant=True)
 Out = TypeVar("Out")
 T = TypeVar("T")
@@ -85,15 +88,18 @@ class Worker(Generic[Out]):
             return self._core.crash(error)
 
     def _run_commands(self) -> bool:
-        """Waits for a command or for the next step, runs what is there; False: stop."""
+        """Waits for a command or for the next step, runs what is there for a while; False: stop."""
         due = self._core.due()
         wait_s = None if due is None else max(0.0, due - time.monotonic())
         began = time.monotonic()
         try:
             command = self._inbox.get(timeout=wait_s) if wait_s != 0 else self._inbox.get_nowait()
-            self.idle_s += time.monotonic() - began
+            heard = time.monotonic()
+            self.idle_s += heard - began
             while command is not None:
                 command()
+                if time.monotonic() - heard > MOST_COMMAND_S:
+                    return True
                 command = self._inbox.get_nowait()
         except queue.Empty:
             return True

@@ -48,33 +48,33 @@ GREEDY: dict[str, Any] = {"ignore_eos": True}
 async def test_requests_wait_for_pages_and_finish_in_order(stack: Stack) -> None:
     """12 pages of 16 tokens; each request needs 4, so three run and the others wait."""
     cluster = await stack.cluster(kv_pages=12, max_step_tokens=64)
-    slow_down(cluster.verifier, 0.002)
     options = {"max_tokens": 40, **SAMPLED}
     want = await cluster.plain("The sky is", **options)
-    order: list[int] = []
 
-    async def one(k: int) -> None:
-        await asyncio.sleep(0.01 * k)
-        text = Text()
-        task = asyncio.create_task(cluster.speculative("The sky is", text, **options))
-        await until(lambda: text.started is not None)
-        order.append(k)
-        assert (await task).tokens == want
+    async def one(k: int) -> str:
+        await asyncio.sleep(0.02 * k)
+        text = await cluster.speculative("The sky is", **options)
+        assert text.tokens == want
+        return text.started.session_id
 
-    most = await watched(asyncio.gather(*(one(k) for k in range(9))), cluster)
-    assert most == (3, 6), "three run, six wait"
-    assert order == list(range(9))
+    slow_down(cluster.verifier, 0.01)
+    work = asyncio.gather(*(one(k) for k in range(9)))
+    running, waiting, admitted = await watched(work, cluster)
+    assert running == 3 and waiting >= 4
+    assert admitted == work.result()
     await cluster.is_idle()
 
 
-async def watched(work: Any, cluster: Cluster) -> tuple[int, int]:
-    """Most sessions running and waiting at the same time while ``work`` goes on."""
+async def watched(work: Any, cluster: Cluster) -> tuple[int, int, list[str]]:
+    """Most sessions running and waiting at once while ``work`` goes on, and all that ran in order of admission."""
     running = waiting = 0
+    admitted: dict[str, None] = {}
     while not work.done():
         running, waiting = max(running, len(cluster.engine.sessions)), max(waiting, len(cluster.engine.waiting))
+        admitted.update(dict.fromkeys(cluster.engine.sessions))
         await asyncio.sleep(0.002)
     await work
-    return running, waiting
+    return running, waiting, list(admitted)
 
 
 async def test_sessions_over_the_limit_wait(stack: Stack) -> None:
@@ -83,7 +83,7 @@ async def test_sessions_over_the_limit_wait(stack: Stack) -> None:
     options = {"max_tokens": 40, **GREEDY}
     want = await cluster.plain("one two", **options)
     work = asyncio.gather(*(cluster.speculative("one two", **options) for _ in range(9)))
-    running, waiting = await watched(work, cluster)
+    running, waiting, _ = await watched(work, cluster)
     assert running == 3 and waiting >= 4
     assert all(text.tokens == want for text in work.result())
     assert sum(text.accepted > 0 for text in work.result()) >= 6, "those that waited have drafts, too"
@@ -263,10 +263,10 @@ async def test_stop_token_inside_an_accepted_run_ends_the_text_there(stack: Stac
 async def test_model_s_own_end_token_ends_the_text_unless_it_is_ignored(stack: Stack) -> None:
     cluster = await stack.cluster()
     ended = 0
-    for seed in range(6):
-        options = {"max_tokens": 60, "temperature": 1.3, "seed": seed}
-        on = await cluster.speculative("one", ignore_eos=True, **options)
-        text = await cluster.speculative("one", **options)
+    for seed in (7, 8, 9):
+        options = {"max_tokens": 60, "temperature": 0.9, "seed": seed}
+        on = await cluster.speculative("The sky is", ignore_eos=True, **options)
+        text = await cluster.speculative("The sky is", **options)
         end = on.tokens.index(1) + 1 if 1 in on.tokens else 60
         assert text.tokens == on.tokens[:end]
         assert text.finished.reason == ("stop" if end < 60 or text.tokens[-1] == 1 else "length")

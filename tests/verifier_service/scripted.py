@@ -28,6 +28,20 @@ SHAPES = {
     "qwen3": {
         "model_type": "qwen3", "num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 40, "head_dim": 8,
     },
+    "wide": {
+        "model_type": "llama",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_size": 384,
+        "head_dim": 64,
+    },
+    "window": {
+        "model_type": "mistral",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "hidden_size": 256,
+        "sliding_window": 65,
+    },
     "mistral": {
         "model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32,
         "sliding_window": 9,
@@ -53,10 +67,7 @@ def plain_decode(
     model: PreTrainedModel, prompts: list[list[int]], tokens: int, sampling: list[SamplingParams]
 ) -> list[list[int]]:
     """The oracle: Hugging Face's own attention, one full forward a token, no cache, no tree. Prompts of one length."""
-    oracle = AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="eager"
-    ).eval()
-    oracle.load_state_dict(model.state_dict())
+    oracle = oracle_of(model)
     noise = GumbelCache(VOCAB, "cpu", 4096)
     text = torch.tensor(prompts)
     with torch.inference_mode():
@@ -72,6 +83,14 @@ def plain_decode(
     return [row[len(prompt) :] for row, prompt in zip(text.tolist(), prompts, strict=True)]
 
 
+def oracle_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights with Hugging Face's own attention."""
+    config = copy.deepcopy(model.config)
+    oracle = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="eager").eval()
+    oracle.load_state_dict(model.state_dict())
+    return oracle
+
+
 def make_engine(model: PreTrainedModel, **settings: object) -> Engine:
     """An engine over 2,048 pages of 16 tokens that verifies every node it has; its clock stands still."""
     chosen = {
@@ -82,9 +101,10 @@ def make_engine(model: PreTrainedModel, **settings: object) -> Engine:
         "max_waiting": 4096,
         "draft_wait_ms": 0,
     } | settings
-    runtime = ModelRuntime(model, kv_pages=2048, page_tokens=16)
+    checked = VerifierSettings(**chosen)
+    runtime = ModelRuntime(model, kv_pages=2048, page_tokens=checked.page_tokens)
     times = StepTimes([1, 512], [1.0, 2.0])
-    return Engine(runtime, VerifierSettings(**chosen), token_count=VOCAB, times=times, clock=lambda: 0.0)
+    return Engine(runtime, checked, token_count=VOCAB, times=times, clock=lambda: 0.0)
 
 
 def request(name: str, prompt: list[int], tokens: int, sampling: SamplingParams, **more: object) -> GenerateRequest:

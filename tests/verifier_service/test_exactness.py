@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from scripted import SHAPES, VOCAB, ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
+from scripted import VOCAB, ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 
 from draftwood.sampling import SamplingParams
 
@@ -22,7 +22,7 @@ def many(seed: int, count: int, length: int) -> tuple[list[list[int]], list[Samp
     return prompts, [rules[k % len(rules)] if k % 2 else rules[0] for k in range(count)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "mistral"])
 def test_thousand_prompts_with_misbehaving_drafts_differ_in_no_token(shape: str) -> None:
     """1,000 prompts x 64 tokens over the three shapes: random trees, growth in pieces, late, doubled, dropped."""
     model = tiny_model(shape)

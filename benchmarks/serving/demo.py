@@ -1,0 +1,82 @@
+"""The demo's speed-up, and eight clients at once, each paired with plain decoding on the same cluster in the same run.
+
+Starts the demo cluster (Ray, router, verifier, two draft workers), then alternates: a prompt with drafts, the same
+without; eight clients with drafts, the same eight without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from results import ROOT, Check, write
+from rich.console import Console
+
+from draftwood.client import Chunk, DraftwoodClient, Message
+from draftwood.config import load_cluster_config
+from draftwood.console import watch_start
+from draftwood.demo import PROMPTS, compare, judge
+from router.pools import Cluster
+
+CONFIG = ROOT / "deploy" / "examples" / "demo.yaml"
+TOKENS = 64
+ROUNDS = 5
+START_TIMEOUT_S = 300.0
+
+
+async def main() -> bool:
+    config = load_cluster_config(CONFIG)
+    cluster = Cluster(config)
+    console = Console(file=io.StringIO())
+    try:
+        await watch_start(Console(), cluster, config, START_TIMEOUT_S)
+        async with DraftwoodClient(cluster.address) as client:
+            runs = [judge(await compare(console, client, TOKENS)) for _ in range(3)]
+            await _clients(client, speculate=True)
+            pairs = [
+                (await _clients(client, speculate=True), await _clients(client, speculate=False)) for _ in range(ROUNDS)
+            ]
+    finally:
+        await cluster.stop()
+    same = all(run.identical for run in runs) and all(a[1] == b[1] for a, b in pairs)
+    ratios = [plain[0] / drafted[0] for drafted, plain in pairs]
+    checks = [
+        Check("demo/identical", float(same), "==", 1.0),
+        Check("demo/speedup", round(statistics.median(r.speedup for r in runs), 3), ">=", 1.3),
+        Check("demo/clients8_ratio", round(statistics.median(ratios), 3), ">=", 1.0),
+    ]
+    details = {
+        "speedups": [round(r.speedup, 3) for r in runs],
+        "accepted": [round(r.accepted, 3) for r in runs],
+        "clients8_ratios": [round(r, 3) for r in ratios],
+        "clients8_plain_s": [round(plain[0], 2) for _, plain in pairs],
+        "config": str(CONFIG.relative_to(ROOT)),
+        "request_mix": f"{len(PROMPTS)} everyday chat prompts, greedy, {TOKENS} tokens each",
+        "baseline": "the same verifier without drafts, in the same run",
+    }
+    return write("demo", checks, details)
+
+
+async def _clients(client: DraftwoodClient, *, speculate: bool) -> tuple[float, list[list[int]]]:
+    """Eight prompts at once: seconds until all are answered, and their tokens."""
+    began = time.perf_counter()
+    tokens = await asyncio.gather(*(_answer(client, prompt, speculate) for prompt in PROMPTS))
+    return time.perf_counter() - began, list(tokens)
+
+
+async def _answer(client: DraftwoodClient, prompt: str, speculate: bool) -> list[int]:
+    tokens: list[int] = []
+    async for event in client.generate([Message("user", prompt)], max_tokens=TOKENS, speculate=speculate):
+        if isinstance(event, Chunk):
+            tokens += event.tokens
+    return tokens
+
+
+if __name__ == "__main__":
+    sys.exit(not asyncio.run(main()))

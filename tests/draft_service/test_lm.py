@@ -1,0 +1,354 @@
+"""The language-model drafter against a dense forward over prefix and path: its cache, slots and trees never drift."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service.drafter import SessionCommitted, SessionStart
+from draft_service.drafters import lm
+from draft_service.drafters.lm import LmDrafter
+from draftwood.config import DraftSettings
+from draftwood.noise import gumbel
+from draftwood.runtime.model import ModelRuntime, random_model
+from draftwood.sampling import SamplingParams
+from draftwood.vocabulary import Vocabulary
+from draftwood.wire import SessionGrowth
+
+VOCAB = 40
+CONTEXT = 512
+KEY = (1, 1)
+CLOSE = 1e-5
+"""Nats. The model is float64, but transformers' norms and rotary tables are float32 whatever the model is."""
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.8, seed=9)
+
+
+def make_runtime(kv_pages: int = 64) -> ModelRuntime:
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    model = random_model(config, torch.device("cpu"), torch.float64, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(10)
+    return ModelRuntime(model, kv_pages=kv_pages, page_tokens=16)
+
+
+def make_drafter(runtime: ModelRuntime, **settings: Any) -> LmDrafter:
+    chosen = {"depth": 4, "beam": 3, "branch": 3, "max_nodes": 24, "page_tokens": 16, "lookahead_levels": 2} | settings
+    vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
+    return LmDrafter(runtime, DraftSettings(kind="lm", **chosen), "tiny", vocabulary)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> ModelRuntime:
+    return make_runtime()
+
+
+class Oracle:
+    """Log-probabilities by a dense forward of another copy of the model, remembered by prefix."""
+
+    def __init__(self, runtime: ModelRuntime) -> None:
+        config = copy.deepcopy(runtime.model.config)
+        self._model = type(runtime.model)._from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+        self._model.load_state_dict(runtime.model.state_dict())
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """After ``tokens``, float64 [VOCAB]."""
+        key = tuple(tokens)
+        if key not in self._known:
+            with torch.inference_mode():
+                self._known[key] = self._model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        return self._known[key]
+
+    def scores(self, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
+        """What a draft's scores of the next token should be, [VOCAB]."""
+        logits = self.logits(tokens).float()
+        if not sampling.greedy:
+            shifted = (logits - logits.max()) / sampling.temperature
+            logits = shifted + gumbel(sampling.seed, len(tokens), VOCAB, "cpu")
+        return torch.log_softmax(logits, dim=-1)
+
+    def choice(self, tokens: Sequence[int], sampling: SamplingParams) -> int:
+        return int(self.scores(tokens, sampling).argmax())
+
+
+@pytest.fixture(scope="module")
+def oracle(runtime: ModelRuntime) -> Oracle:
+    return Oracle(runtime)
+
+
+@dataclass
+class Verifier:
+    """Follows one session as a verifier would: knows every node that has been sent and where it hangs."""
+
+    drafter: LmDrafter
+    oracle: Oracle
+    tokens: list[int]
+    sampling: SamplingParams
+    budget: int = 10
+    key: tuple[int, int] = KEY
+    epoch: int = 0
+    last_id: int = 0
+    paths: dict[int, tuple[int, ...]] = field(default_factory=dict)  # node id -> whole text up to the node
+    seen: int = 0
+
+    def open(self, **limits: Any) -> None:
+        chosen = {"max_nodes": 24, "max_depth": 8, "max_context_tokens": CONTEXT, "vocab_size": VOCAB} | limits
+        self.drafter.open(
+            self.key, SessionStart(0, tuple(self.tokens), sampling=self.sampling, budget=self.budget, **chosen)
+        )
+
+    def take(self, growth: SessionGrowth) -> None:
+        """Checks ids, parents and every score against the dense forward."""
+        assert (growth.handle, growth.epoch, growth.complete) == (self.key[1], self.epoch, True)
+        assert growth.first_id == self.last_id + 1, "ids count up without gaps"
+        for k, (parent, token) in enumerate(zip(growth.parent.tolist(), growth.token.tolist(), strict=True)):
+            own = growth.first_id + k
+            assert parent < own
+            above = tuple(self.tokens) if parent == 0 else self.paths[parent]
+            assert above[: len(self.tokens)] == tuple(self.tokens), "nothing is sent below a branch not taken"
+            self.paths[own] = (*above, token)
+            want = float(self.oracle.scores(above, self.sampling)[token])
+            assert growth.score[k] == pytest.approx(want, abs=CLOSE), f"node {own} of epoch {self.epoch}"
+            assert growth.score[k] <= 0
+        assert len(set(self.paths.values())) == len(self.paths), "no node is sent twice"
+        self.last_id += len(growth.token)
+        self.seen += len(growth.token)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.epoch += 1
+        self.drafter.commit(self.key, SessionCommitted(self.epoch, len(self.tokens), tuple(tokens), self.budget))
+
+    def live(self) -> list[tuple[int, ...]]:
+        """What has been sent of the tree below the anchor, as tokens behind it."""
+        n = len(self.tokens)
+        return [p[n:] for p in self.paths.values() if len(p) > n and p[:n] == tuple(self.tokens)]
+
+
+def work_until_done(drafter: LmDrafter, verifiers: Sequence[Verifier], idle: bool = True) -> None:
+    """Runs rounds to their end; ``idle``: and all that is grown ahead."""
+    waiting = {v.key: v for v in verifiers}
+    for _ in range(200):
+        if not waiting and not (idle and drafter.wants_work()):
+            return
+        assert drafter.wants_work()
+        for key, growth in drafter.work():
+            waiting.pop(key).take(growth)
+    raise AssertionError("rounds do not end")
+
+
+def exact_scores(drafter: LmDrafter, verifier: Verifier) -> float:
+    """Largest difference between the logits of the drafter's incremental state and a dense forward's, by replaying.
+
+    All expanded nodes' keys and values are in the cache: one more row below each, seen through the cache, must give
+    the logits of the dense forward.
+    """
+    session = drafter._sessions[verifier.key]
+    if session.pending or session.tree.size == 1:
+        return 0.0
+    open_nodes = [n for n in range(1, session.tree.size) if session.slot[n] == lm.UNEXPANDED][:6]
+    assert drafter._room_for(session, len(open_nodes))
+    slot = session.slot.copy()
+    session.slot[open_nodes] = session.tail + np.arange(len(open_nodes))
+    logits = drafter._runtime.forward([lm._level(session, open_nodes)])
+    session.slot = slot
+    worst = 0.0
+    for row, node in zip(logits, open_nodes, strict=True):
+        path = []
+        while node > 0:
+            path.append(int(session.tree.token[node]))
+            node = int(session.tree.parent[node])
+        want = verifier.oracle.logits([*verifier.tokens, *path[::-1]])
+        worst = max(worst, float((torch.log_softmax(row, -1) - torch.log_softmax(want, -1)).abs().max()))
+    return worst
+
+
+def random_commit(rnd: random.Random, verifier: Verifier) -> list[int]:
+    """On the tree, off it, partly on it; one token or several."""
+    live = verifier.live()
+    kind = rnd.choice(["on", "on", "off", "partly", "on_then_own"])
+    if kind == "off" or not live:
+        return [rnd.randrange(VOCAB) for _ in range(rnd.randint(1, 3))]
+    path = list(rnd.choice(live))
+    if kind == "on":
+        return path
+    if kind == "partly":
+        return [*path[: rnd.randint(1, len(path))], *(rnd.randrange(VOCAB) for _ in range(rnd.randint(1, 2)))]
+    return [*path, verifier.oracle.choice([*verifier.tokens, *path], verifier.sampling)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_after_random_commits_are_those_of_a_dense_forward(
+    runtime: ModelRuntime, oracle: Oracle, sampling: SamplingParams, seed: int
+) -> None:
+    rnd = random.Random(seed)
+    drafter = make_drafter(runtime, max_step_tokens=rnd.choice([7, 64]))
+    verifier = Verifier(drafter, oracle, [rnd.randrange(VOCAB) for _ in range(rnd.choice([1, 15, 16, 17]))], sampling)
+    verifier.open()
+    for _ in range(14):
+        verifier.budget = rnd.choice([1, 4, 10, 20])
+        work_until_done(drafter, [verifier], idle=rnd.random() < 0.5)
+        assert exact_scores(drafter, verifier) < CLOSE
+        verifier.commit(random_commit(rnd, verifier))
+    assert verifier.seen > 60
+    drafter.close(KEY)
+    assert runtime.pool.free == runtime.pool.total
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_fully_accepted_runs_ten_rounds_in_a_row(
+    runtime: ModelRuntime, oracle: Oracle, sampling: SamplingParams
+) -> None:
+    """Bug kind 12: the draft is the target, so its best path is always right, and the bonus token is caught up."""
+    drafter = make_drafter(runtime)
+    verifier = Verifier(drafter, oracle, [1, 2, 3], sampling)
+    verifier.open()
+    for _ in range(10):
+        work_until_done(drafter, [verifier])
+        run: list[int] = []
+        while tuple(run) == () or tuple(run) in verifier.live():
+            run.append(oracle.choice([*verifier.tokens, *run], sampling))
+        assert len(run) >= 4, "the tree holds the right path to its depth"
+        assert exact_scores(drafter, verifier) < CLOSE
+        verifier.commit(run)
+    drafter.close(KEY)
+
+
+@pytest.mark.parametrize("length", [1, 6, 7, 8, 14, 15])
+def test_prompt_in_chunks(runtime: ModelRuntime, oracle: Oracle, length: int) -> None:
+    """Chunks of 7: lengths at, before and behind their borders, with a commit in the middle of prefill."""
+    for interrupted in (False, True):
+        drafter = make_drafter(runtime, max_step_tokens=7)
+        verifier = Verifier(drafter, oracle, [(5 * k) % VOCAB for k in range(length)], GREEDY)
+        verifier.open()
+        if interrupted:
+            assert (drafter.work() == []) == (length > 0)
+            verifier.commit([4, 8])
+        work_until_done(drafter, [verifier])
+        assert verifier.seen > 0
+        assert exact_scores(drafter, verifier) < CLOSE
+        drafter.close(KEY)
+        assert runtime.pool.free == runtime.pool.total
+
+
+def test_many_sessions_at_once_do_not_mix(runtime: ModelRuntime, oracle: Oracle) -> None:
+    rnd = random.Random(4)
+    drafter = make_drafter(runtime, max_step_tokens=24)
+    verifiers = [
+        Verifier(
+            drafter, oracle, [rnd.randrange(VOCAB) for _ in range(rnd.randint(1, 40))], (GREEDY, SAMPLED)[k % 2],
+            key=(k % 2, k),
+        )
+        for k in range(6)
+    ]  # fmt: skip
+    for verifier in verifiers:
+        verifier.open()
+    for _ in range(5):
+        work_until_done(drafter, verifiers, idle=False)
+        for verifier in verifiers:
+            assert exact_scores(drafter, verifier) < CLOSE
+            verifier.commit(random_commit(rnd, verifier))
+    for verifier in verifiers:
+        drafter.close(verifier.key)
+    assert runtime.pool.free == runtime.pool.total
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 9])
+def test_budget_and_cap_are_respected(runtime: ModelRuntime, oracle: Oracle, budget: int) -> None:
+    drafter = make_drafter(runtime)
+    verifier = Verifier(drafter, oracle, [7, 8], GREEDY, budget)
+    verifier.open(max_nodes=6, max_depth=3)
+    work_until_done(drafter, [verifier])
+    assert verifier.seen == min(budget, 6)
+    assert all(len(path) - 2 <= 3 for path in verifier.paths.values())
+    drafter.close(KEY)
+
+
+def test_what_is_sent_are_the_likeliest_nodes(runtime: ModelRuntime, oracle: Oracle) -> None:
+    drafter = make_drafter(runtime, beam=8, branch=8, depth=8, min_level_survival=0)
+    verifier = Verifier(drafter, oracle, [7, 8], GREEDY, 8)
+    verifier.open()
+    work_until_done(drafter, [verifier], idle=False)
+
+    def survival(path: tuple[int, ...]) -> float:
+        return sum(float(oracle.scores((7, 8, *path[:k]), GREEDY)[t]) for k, t in enumerate(path))
+
+    sent = {path[2:] for path in verifier.paths.values()}
+    children = [(*path, t) for path in [(), *sent] for t in range(VOCAB)]
+    left_out = max(survival(path) for path in children if path not in sent)
+    assert min(survival(path) for path in sent) >= left_out - 1e-6
+    drafter.close(KEY)
+
+
+def test_budget_zero_draws_nothing(runtime: ModelRuntime, oracle: Oracle) -> None:
+    drafter = make_drafter(runtime)
+    verifier = Verifier(drafter, oracle, [1], GREEDY, 0)
+    verifier.open()
+    assert not drafter.wants_work()
+    verifier.budget = 4
+    verifier.commit([3])
+    work_until_done(drafter, [verifier])
+    assert verifier.seen == 4
+    drafter.close(KEY)
+
+
+def test_gap_in_the_text_is_a_value_error(runtime: ModelRuntime) -> None:
+    drafter = make_drafter(runtime)
+    drafter.open(KEY, SessionStart(0, (1, 2), GREEDY, 4, VOCAB, 24, 8, CONTEXT))
+    with pytest.raises(ValueError, match="do not make 9"):
+        drafter.commit(KEY, SessionCommitted(1, 9, (3,), 4))
+    drafter.close(KEY)
+
+
+def test_unknown_keys_are_ignored(runtime: ModelRuntime) -> None:
+    drafter = make_drafter(runtime)
+    drafter.commit((9, 9), SessionCommitted(1, 9, (3,), 4))
+    drafter.close((9, 9))
+    assert not drafter.wants_work() and drafter.work() == []
+
+
+def test_full_page_pool_ends_the_round_empty_and_room_lets_it_draw_again(oracle: Oracle) -> None:
+    runtime = make_runtime(kv_pages=3)
+    drafter = make_drafter(runtime)
+    rich = Verifier(drafter, oracle, [k % VOCAB for k in range(30)], GREEDY, key=(1, 1))
+    poor = Verifier(drafter, oracle, [k % VOCAB for k in range(20)], GREEDY, key=(1, 2))
+    rich.open()
+    work_until_done(drafter, [rich])
+    poor.open()
+    work_until_done(drafter, [poor])
+    assert rich.seen > 0 and poor.seen == 0, "complete, with no node"
+    drafter.close(rich.key)
+    poor.commit([5])
+    work_until_done(drafter, [poor])
+    assert poor.seen > 0
+    drafter.close(poor.key)
+    assert runtime.pool.free == runtime.pool.total == 3
+
+
+def test_context_limit_ends_the_drawing(runtime: ModelRuntime, oracle: Oracle) -> None:
+    """Bug kind 31: no node beyond the limit, then none at all; never an error."""
+    drafter = make_drafter(runtime)
+    verifier = Verifier(drafter, oracle, [k % VOCAB for k in range(10)], GREEDY)
+    verifier.open(max_context_tokens=14)
+    for _ in range(8):
+        work_until_done(drafter, [verifier])
+        assert all(len(path) <= 14 + 1 for path in verifier.paths.values())
+        seen = verifier.seen
+        verifier.commit([verifier.oracle.choice(verifier.tokens, GREEDY)])
+    assert 0 < seen == verifier.seen
+    drafter.close(KEY)
