@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draft_service.drafter import Drafter, Key, SessionCommitted, SessionStart
@@ -53,15 +54,22 @@ class DraftCore:
             self.close(key)
         return out
 
-    def open(self, key: Key, start: SessionStart) -> None:
+    def open(self, key: Key, start: SessionStart) -> bool:
+        """Takes a session; False: its text has a token that the draft lacks, so it must be left."""
+        if not self._knows(start.tokens):
+            return False
         self._heard_s[key] = time.monotonic()
         self.drafter.open(key, start)
+        return True
 
     def commit(self, key: Key, committed: SessionCommitted) -> bool:
-        """Moves a session on; False: its text has a gap, so it was given up and must be left."""
+        """Moves a session on; False: its text has a gap or a token that the draft lacks, so it must be left."""
         if key not in self._heard_s:
             return True
         self._heard_s[key] = time.monotonic()
+        if not self._knows(committed.tokens):
+            self.close(key)
+            return False
         try:
             self.drafter.commit(key, committed)
         except ValueError as error:
@@ -69,6 +77,14 @@ class DraftCore:
             self.close(key)
             return False
         return True
+
+    def _knows(self, tokens: Sequence[int]) -> bool:
+        """The target may have more tokens than the draft; the draft's model has no row for them."""
+        vocabulary = self.drafter.vocabulary
+        known = vocabulary is None or max(tokens, default=0) < vocabulary.vocab_size
+        if not known:
+            log.warning("session given up", error=f"token {max(tokens)} is not in the draft's vocabulary")
+        return known
 
     def close(self, key: Key) -> None:
         self._heard_s.pop(key, None)

@@ -173,7 +173,13 @@ class VerifierLink:
             max_depth=welcome.caps.max_depth,
             max_context_tokens=welcome.caps.max_context_tokens,
         )
-        self._worker.post(lambda: self._core.open((self.link_id, start.handle), session))
+        loop, handle = asyncio.get_running_loop(), start.handle
+
+        def run() -> None:
+            if not self._core.open((self.link_id, handle), session):
+                loop.call_soon_threadsafe(self.tell, (), [handle])
+
+        self._worker.post(run)
         if not attached.started.done():
             attached.started.set_result(None)
 

@@ -31,7 +31,7 @@ from verifier_service.server import VerifierServer
 SERVING = health_pb2.HealthCheckResponse.SERVING
 OUR_THREADS = {"verifier-engine", "drafter"}
 FAST = {"load_interval_s": 0.05}
-# Wider than float32, so that no near-tie can flip with the shape of a batch; every node is verified.
+# float64 makes it all but impossible that a near-tie flips with the shape of a batch; every node is verified.
 EXACT: dict[str, Any] = {"dtype": "float64", "width": "full", "max_nodes": 16, "page_tokens": 16, "threads": 1, **FAST}
 T = TypeVar("T")
 

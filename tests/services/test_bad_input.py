@@ -44,7 +44,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TICKET = b"ticket"
 GARBAGE = b"\xff" * 9
-NEIGHBOUR: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 42, "ignore_eos": True}
+NEIGHBOUR: dict[str, Any] = {"max_tokens": 30, "temperature": 0.9, "seed": 42, "ignore_eos": True}
 NAN, INF = math.nan, math.inf
 
 
@@ -154,11 +154,11 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"text": "x", "max_tokens": 2**32 - 1}, "INVALID_ARGUMENT", "MAX_TOKENS", "generation.max_tokens",
     ),
     "resume_beyond_max_tokens": (
-        {"text": "x", "max_tokens": 2, "resume_tokens": [4, 5]},
+        {"text": "x", "max_tokens": 2, "resume_tokens": [4, 5, 6]},
         "INVALID_ARGUMENT", "RESUME", "generation.resume_tokens",
     ),
-    "resume_of_an_ended_text": (
-        {"text": "x", "max_tokens": 9, "resume_tokens": [4, 7], "stop_token_ids": [7]},
+    "resume_beyond_the_end_of_a_text": (
+        {"text": "x", "max_tokens": 9, "resume_tokens": [4, 7, 9], "stop_token_ids": [7]},
         "INVALID_ARGUMENT", "RESUME", "generation.resume_tokens",
     ),
 } | {
@@ -349,7 +349,7 @@ async def test_padding_of_the_draft_is_no_mismatch(rig: Rig) -> None:
 
 
 @asynccontextmanager
-async def session(rig: Rig, tokens: int = 40) -> AsyncIterator[tuple[str, asyncio.Task[list[int]]]]:
+async def session(rig: Rig, tokens: int = 30) -> AsyncIterator[tuple[str, asyncio.Task[list[int]]]]:
     """A session of our own at the verifier, whose text must come out right as well."""
     name = uuid.uuid4().hex
     sampling = SAMPLING(temperature=0.9, seed=42)

@@ -177,6 +177,28 @@ async def test_cancel_at_any_moment_leaves_no_ghost(stack: Stack) -> None:
     assert not any(link._sessions for link in cluster.drafts[0]._links.values())
 
 
+@pytest.mark.parametrize("how", ["finished", "cancelled"])
+async def test_verifier_tells_its_drafts_to_stop(stack: Stack, how: str) -> None:
+    """Without a router, so that nobody else tells them."""
+    verifier, draft = await stack.verifier(), await stack.draft()
+    slow_down(verifier, 0.005)
+    call = verifier_stub(await stack.channel(verifier)).Generate(
+        verifier_request("s", b"t", max_tokens=40, ignore_eos=True)
+    )
+    await until(lambda: "s" in engine_of(verifier).sessions)
+    worker: Any = draft_pb2_grpc.DraftServiceStub(await stack.channel(draft))
+    await worker.Attach(draft_pb2.AttachRequest(session_id="s", ticket=b"t", verifier_address=verifier.address))
+    await until(lambda: sessions_of(draft) == 1)
+    if how == "cancelled":
+        call.cancel()
+    else:
+        assert len(await tokens_of(call)) == 40
+    await until(lambda: not engine_of(verifier).sessions and not sessions_of(draft), 2.0)
+    assert not any(link.sessions for link in draft._links.values())
+    pool: Any = draft.loaded.core.drafter._runtime.pool  # type: ignore[attr-defined]
+    await until(lambda: pool.free == pool.total, 2.0)
+
+
 async def test_detach_before_the_start_arrives_leaves_no_session_in_the_worker(stack: Stack) -> None:
     """The verifier's answer to Join crosses our Leave: the worker must not take the session up again."""
     cluster = await stack.cluster()
@@ -206,7 +228,7 @@ async def test_attach_is_idempotent(stack: Stack) -> None:
     worker: Any = draft_pb2_grpc.DraftServiceStub(await stack.channel(cluster.drafts[0]))
     request = draft_pb2.AttachRequest(session_id="s", ticket=b"t", verifier_address=cluster.verifier.address)
     await asyncio.gather(*(worker.Attach(request) for _ in range(4)))
-    assert sessions_of(cluster.drafts[0]) == 1
+    await until(lambda: sessions_of(cluster.drafts[0]) == 1)
     assert cluster.engine.totals.refused == 0
     await worker.Detach(draft_pb2.DetachRequest(session_id="s"))
     await until(lambda: sessions_of(cluster.drafts[0]) == 0, 2.0)
@@ -231,6 +253,19 @@ async def test_resumed_text_goes_on_as_it_would_have(stack: Stack, rule: dict[st
         assert chunks[0].offset == cut
         assert [t for c in chunks for t in c.tokens] == whole.tokens[cut:]
         assert answers[-1].finished.usage.completion_tokens == 40
+
+
+@pytest.mark.parametrize(("ending", "reason"), [({"max_tokens": 3}, 2), ({"max_tokens": 9, "stop_token_ids": [7]}, 1)])
+async def test_resumed_text_that_is_whole_ends_at_once(stack: Stack, ending: dict[str, Any], reason: int) -> None:
+    """The client lost its router between the last token and the last word."""
+    cluster = await stack.cluster([])
+    stub = verifier_stub(await stack.channel(cluster.verifier))
+    request = verifier_request("whole", b"t", resume_tokens=[4, 5, 7], **ending)
+    events = [answer.event async for answer in stub.Generate(request)]
+    assert [event.WhichOneof("event") for event in events] == ["started", "finished"]
+    assert events[-1].finished.reason == reason
+    assert events[-1].finished.usage.completion_tokens == 3
+    await cluster.is_idle()
 
 
 async def test_seed_that_the_server_chose_is_named_and_repeats_the_text(stack: Stack) -> None:
