@@ -41,7 +41,6 @@ class Loaded:
     """All that exists once the drafter is there."""
 
     core: DraftCore
-    worker: Worker[Outcome]
     info: draft_pb2.DraftInfo
 
 
@@ -55,6 +54,7 @@ class DraftServer:
         self.draining = False
         self._rpc = RpcServer()
         self._rpc.add(draft_pb2.DESCRIPTOR.services_by_name["DraftService"], self)
+        self._worker: Worker[Outcome] = Worker("drafter", self._publish)
         self._loaded: Loaded | None = None
         self._links: dict[str, VerifierLink] = {}
         self._link_count = 0
@@ -89,24 +89,24 @@ class DraftServer:
         if self._loading is not None:
             self._loading.cancel()
         await self._rpc.stop(min(grace_s, LAST_WORDS_S))
-        if self._loaded is not None:
-            await asyncio.to_thread(self._loaded.worker.stop)
+        await asyncio.to_thread(self._worker.stop)
 
     async def _load(self) -> None:
         try:
-            drafter = await asyncio.to_thread(make_drafter, self.settings)
+            core = await asyncio.wrap_future(self._worker.start(self._make_core, lambda made: made))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self.failure = error
             log.exception("the drafter cannot be loaded", kind=self.settings.kind, model=self.settings.model)
             raise
-        core = DraftCore(drafter)
-        worker = Worker("drafter", core, self._publish)
-        self._loaded = Loaded(core, worker, self._describe(drafter))
-        worker.start()
+        self._loaded = Loaded(core, self._describe(core.drafter))
         await self._rpc.set_serving(True)
-        log.info("serving", kind=drafter.kind, model=drafter.model)
+        log.info("serving", kind=core.drafter.kind, model=core.drafter.model)
+
+    def _make_core(self) -> DraftCore:
+        """Loads the drafter; runs on its thread."""
+        return DraftCore(make_drafter(self.settings))
 
     def _describe(self, drafter: Drafter) -> draft_pb2.DraftInfo:
         settings = self.settings
@@ -155,7 +155,7 @@ class DraftServer:
             raise Unavailable("DRAINING", f"verifier {address} takes no more sessions", retry_after_ms=1000)
         if link is None or link.task.done():
             self._link_count += 1
-            link = VerifierLink(self._link_count, address, loaded.info, loaded.core, loaded.worker)
+            link = VerifierLink(self._link_count, address, loaded.info, loaded.core, self._worker)
             self._links[address] = link
         return link
 
@@ -181,7 +181,7 @@ class DraftServer:
             await asyncio.sleep(self.settings.load_interval_s)
 
     def _idle_s(self) -> float:
-        return self._loaded.worker.idle_s if self._loaded else 0.0
+        return self._worker.idle_s
 
     def _load_report(self, idle_share: float) -> draft_pb2.DraftServiceWatchLoadResponse:
         report = draft_pb2.DraftServiceWatchLoadResponse(

@@ -56,7 +56,6 @@ class Loaded:
     vocabulary: Vocabulary
     end_tokens: frozenset[int]
     engine: Engine
-    worker: Worker[Outcome]
 
 
 class Admitted:
@@ -76,6 +75,7 @@ class VerifierServer:
         self.draining = False
         self._rpc = RpcServer()
         self._rpc.add(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], self)
+        self._worker: Worker[Outcome] = Worker("verifier-engine", self._publish)
         self._loaded: Loaded | None = None
         self._streams: dict[str, asyncio.Queue[Event]] = {}
         self._idle = asyncio.Event()  # no request is being served
@@ -111,13 +111,11 @@ class VerifierServer:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         await self._rpc.stop(min(grace_s, LAST_WORDS_S))
-        if self._loaded is not None:
-            await asyncio.to_thread(self._loaded.worker.stop)
+        await asyncio.to_thread(self._worker.stop)
 
     async def _load(self) -> None:
         try:
-            self._loaded = await asyncio.to_thread(self._load_model)
-            self._loaded.worker.start()
+            self._loaded = await asyncio.wrap_future(self._worker.start(self._load_model, lambda made: made.engine))
             await self._rpc.set_serving(True)
             log.info("serving", model=self._loaded.name)
         except asyncio.CancelledError:
@@ -128,7 +126,7 @@ class VerifierServer:
             raise
 
     def _load_model(self) -> Loaded:
-        """Loads, warms up and measures; runs in a thread of its own."""
+        """Loads, warms up and measures; runs on the engine's thread."""
         settings = self.settings
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -139,9 +137,8 @@ class VerifierServer:
         runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
         vocabulary = codec.vocabulary(runtime.vocab_size)
         engine = Engine(runtime, settings, token_count=len(vocabulary.tokens))
-        worker = Worker("verifier-engine", engine, self._publish)
         name = settings.name or (TARGET_NAME if settings.model == DEMO else Path(settings.model).name)
-        return Loaded(name, codec, vocabulary, end_tokens(path, model.config.eos_token_id), engine, worker)
+        return Loaded(name, codec, vocabulary, end_tokens(path, model.config.eos_token_id), engine)
 
     @property
     def loaded(self) -> Loaded:
@@ -239,7 +236,7 @@ class VerifierServer:
                 ended = Ended(request.session_id, reason, len(request.prompt), len(request.resume), 0.0, Stats())
                 yield verifier_pb2.GenerationEvent(finished=_finished(ended))
                 return
-            submitted = loaded.worker.call(lambda: self._publish(loaded.engine.submit(request)))
+            submitted = self._worker.call(lambda: self._publish(loaded.engine.submit(request)))
             await asyncio.wrap_future(submitted)
             admitted = await stream.get()  # only now may drafts join
             if isinstance(admitted, DraftwoodError):
@@ -252,7 +249,7 @@ class VerifierServer:
             del self._streams[request.session_id]
             if not self._streams:
                 self._idle.set()
-            loaded.worker.post(lambda: self._publish(loaded.engine.cancel(request.session_id)))
+            self._worker.post(lambda: self._publish(loaded.engine.cancel(request.session_id)))
 
     async def Speculate(
         self, requests: AsyncIterator[Any], context: Any
@@ -268,7 +265,7 @@ class VerifierServer:
     async def _speculate(self, requests: AsyncIterator[Any]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
         loaded = self.loaded
         self._link_count += 1
-        target = Target(self.incarnation, loaded.name, loaded.vocabulary, loaded.engine, loaded.worker, self.settings)
+        target = Target(self.incarnation, loaded.name, loaded.vocabulary, loaded.engine, self._worker, self.settings)
         link = self._links[self._link_count] = DraftLink(self._link_count, target)
         try:
             async with aclosing(link.serve(requests)) as responses:

@@ -1,6 +1,8 @@
 """One thread that drives a core: it runs commands, and steps whenever the core says that a step is due.
 
-The core is touched by this thread alone. Forwards release the interpreter lock, so the event loop beside it goes on.
+The core is made and touched by this thread alone. That is not only for safety: OpenMP keeps a team of threads for each
+thread that starts a parallel region, and with two teams on two cores neither spins, which makes small matrix products a
+quarter slower. Forwards release the interpreter lock, so the event loop beside it goes on.
 """
 
 from __future__ import annotations
@@ -40,20 +42,28 @@ class Core(Protocol[Out_co]):
 class Worker(Generic[Out]):
     """Runs a core in a thread and hands each step's outcome to ``publish``, on that thread."""
 
-    def __init__(self, name: str, core: Core[Out], publish: Callable[[Out], None]) -> None:
-        self._core = core
+    def __init__(self, name: str, publish: Callable[[Out], None]) -> None:
+        self._name = name
         self._publish = publish
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread: threading.Thread | None = None
         self.idle_s = 0.0  # time spent waiting, for the load report
 
-    def start(self) -> None:
+    def start(self, load: Callable[[], T], core: Callable[[T], Core[Out]]) -> Future[T]:
+        """Starts the thread, which runs ``load`` and then drives the core that is part of what it returns.
+
+        The future gets what ``load`` returns or raises; after an exception the thread is over.
+        """
+        loaded: Future[T] = Future()
+        self._thread = threading.Thread(target=self._run, args=(load, core, loaded), name=self._name, daemon=True)
         self._thread.start()
+        return loaded
 
     def stop(self) -> None:
-        """Ends the thread after the step that is running; commands behind this one are not run."""
-        self._inbox.put(None)
-        self._thread.join()
+        """Ends the thread after the load or step that is running; commands behind this one are not run."""
+        if self._thread:
+            self._inbox.put(None)
+            self._thread.join()
 
     def post(self, command: Callable[[], None]) -> None:
         """Runs ``command`` on the thread, in order; it must not raise."""
@@ -74,22 +84,22 @@ class Worker(Generic[Out]):
         self._inbox.put(run)
         return future
 
-    def _run(self) -> None:
-        while self._run_commands():
-            due = self._core.due()
-            if due is not None and due <= time.monotonic():
-                self._publish(self._step())
-
-    def _step(self) -> Out:
+    def _run(self, load: Callable[[], T], core_of: Callable[[T], Core[Out]], loaded: Future[T]) -> None:
         try:
-            return self._core.step()
-        except Exception as error:
-            log.exception("step failed")
-            return self._core.crash(error)
+            result = load()
+            core = core_of(result)
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loaded.set_result(result)
+        while self._run_commands(core):
+            due = core.due()
+            if due is not None and due <= time.monotonic():
+                self._publish(_step(core))
 
-    def _run_commands(self) -> bool:
+    def _run_commands(self, core: Core[Out]) -> bool:
         """Waits for a command or for the next step, runs what is there for a while; False: stop."""
-        due = self._core.due()
+        due = core.due()
         wait_s = None if due is None else max(0.0, due - time.monotonic())
         began = time.monotonic()
         try:
@@ -104,3 +114,11 @@ class Worker(Generic[Out]):
         except queue.Empty:
             return True
         return False
+
+
+def _step(core: Core[Out]) -> Out:
+    try:
+        return core.step()
+    except Exception as error:
+        log.exception("step failed")
+        return core.crash(error)

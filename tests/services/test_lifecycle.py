@@ -350,7 +350,7 @@ async def test_nan_in_one_session_s_cache_ends_that_session_alone(stack: Stack, 
         page = cluster.engine.sessions["sick"].pages[0]
         cluster.engine.runtime.cache[0, 1, page, :, 0] = torch.nan
 
-    await asyncio.wrap_future(cluster.verifier.loaded.worker.call(poison))
+    await asyncio.wrap_future(cluster.verifier._worker.call(poison))
     refusal = await refused(call)
     assert (refusal.said.status, refusal.said.reason) == ("INTERNAL", "NAN_LOGITS")
     assert refusal.status.reason == "NAN_LOGITS"
