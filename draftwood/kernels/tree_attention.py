@@ -54,8 +54,8 @@ class AttentionBatch:
         return HostLists(self.row_start.tolist(), self.context.tolist(), self.keys.tolist())
 
     @cached_property
-    def reference_masks(self) -> dict[tuple[int, int, int, torch.dtype], list[Tensor | None]]:
-        """Dense masks of the reference, made once a forward and shared by all layers of the same geometry."""
+    def reference_plans(self) -> dict[tuple[int, int, int, int, torch.dtype], list[ReferenceGroup]]:
+        """Plans of the reference, made once a forward and shared by all layers of the same geometry."""
         return {}
 
 
@@ -64,6 +64,25 @@ class HostLists:
     row_start: list[int]
     context: list[int]
     keys: list[int]
+
+
+@dataclass(frozen=True)
+class ReferenceGroup:
+    """Requests that the reference computes together: as many pages each, rows padded to the longest."""
+
+    requests: int
+    rows: Tensor  # int64 [requests * n], row of the batch; padding repeats the request's first row
+    real: Tensor | None  # int64, places in `rows` that are no padding; None: all
+    blocks: Tensor  # int64 [requests * kv_heads * pages], (page, head) blocks of the cache
+    keys: int  # keys of the longest request
+    stale: (
+        Tensor | None
+    )  # bool [requests, 1, keys, 1], slots beyond the request's own keys; None: no such
+    mask: Tensor | None  # additive [requests, 1, group * n, keys]; None: every row sees every key
+
+
+MOST_PADDED_ROWS = 32
+"""Requests with more rows (prefill) are computed one by one."""
 
 
 def tree_attention_reference(
@@ -77,7 +96,7 @@ def tree_attention_reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Plain torch tree attention, request by request.
+    """Plain torch tree attention, a few requests of about the same length at a time.
 
     query [rows, q_heads, head_dim]; key_cache, value_cache [pages, kv_heads, PAGE, head_dim]; ``scale`` multiplies
     the scores; ``window`` > 0 lets a row see keys at positions > its own - window only; ``softcap`` > 0 squashes
@@ -86,84 +105,105 @@ def tree_attention_reference(
     """
     _, q_heads, head_dim = query.shape
     kv_heads, page = key_cache.shape[1:3]
-    group = q_heads // kv_heads
-    masks = _masks(batch, page, group, window, query.dtype)
+    heads = q_heads // kv_heads
+    key = (page, kv_heads, heads, window, query.dtype)
+    if key not in batch.reference_plans:
+        batch.reference_plans[key] = _plan_groups(batch, page, kv_heads, heads, window, query.dtype)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    host = batch.host
-    out[host.row_start[-1] :] = 0
-    for r, mask in enumerate(masks):
-        begin, end, keys = host.row_start[r], host.row_start[r + 1], host.keys[r]
-        n = end - begin
-        if n == 0:
-            continue
-        k, v = (_gather(cache, batch.block_table[r], keys) for cache in (key_cache, value_cache))
-        q = query[begin:end].view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        q = q.reshape(kv_heads, group * n, head_dim)
+    out[batch.host.row_start[-1] :] = 0
+    for group in batch.reference_plans[key]:
+        k, v = (_gather(cache, group) for cache in (key_cache, value_cache))
+        q = query.index_select(0, group.rows).view(group.requests, -1, kv_heads, heads, head_dim)
+        q = q.permute(0, 2, 3, 1, 4).reshape(group.requests, kv_heads, -1, head_dim)
         if softcap or sinks is not None:
-            o = _explicit(q, k, v, mask, scale, softcap, sinks, group, n)
+            o = _explicit(q, k, v, group.mask, scale, softcap, sinks)
         else:
-            o = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
-        out[begin:end] = o.view(kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, q_heads, head_dim)
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+        o = o.view(group.requests, kv_heads, heads, -1, head_dim).permute(0, 3, 1, 2, 4).reshape(-1, q_heads, head_dim)
+        if group.real is None:
+            out.index_copy_(0, group.rows, o)
+        else:
+            out.index_copy_(0, group.rows[group.real], o[group.real])
     return out
 
 
-def _gather(cache: Tensor, table: Tensor, keys: int) -> Tensor:
-    """Keys or values [kv_heads, keys, head_dim] of one request; one index_select, as (page, head) blocks are whole."""
-    pages, kv_heads, page, head_dim = cache.shape
-    used = -(-keys // page)
-    blocks = table[:used].long() * kv_heads + torch.arange(kv_heads, device=cache.device).unsqueeze(1)
-    picked = cache.view(pages * kv_heads, -1).index_select(0, blocks.flatten())
-    return picked.view(kv_heads, used * page, head_dim)[:, :keys]
+def _gather(cache: Tensor, group: ReferenceGroup) -> Tensor:
+    """Keys or values [requests, kv_heads, keys, head_dim]; one index_select, as (page, head) blocks are whole."""
+    pages, kv_heads, _, head_dim = cache.shape
+    picked = cache.view(pages * kv_heads, -1).index_select(0, group.blocks)
+    picked = picked.view(group.requests, kv_heads, -1, head_dim)[:, :, : group.keys]
+    # What other sessions left in the last page may not be finite, and 0 * NaN is NaN.
+    return picked if group.stale is None else picked.masked_fill_(group.stale, 0)
 
 
 def _explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    group: int,
-    n: int,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    scores = (q @ k.transpose(1, 2)) * scale
+    """Attention over q [requests, kv_heads, group * n, head_dim] with a soft cap or sinks."""
+    scores = (q @ k.transpose(2, 3)) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores + mask
     if sinks is not None:
-        sink = sinks.to(scores.dtype).view(-1, group, 1).expand(-1, group, n).reshape(q.shape[0], group * n, 1)
-        scores = torch.cat([scores, sink], dim=-1)
+        each = scores.shape[2] * k.shape[1] // len(sinks)
+        sink = sinks.to(scores.dtype).view(1, k.shape[1], -1, 1).expand(len(scores), -1, -1, each)
+        scores = torch.cat([scores, sink.reshape(*scores.shape[:3], 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)
-    return weights[..., : k.shape[1]] @ v
+    return weights[..., : k.shape[2]] @ v
 
 
-def _masks(batch: AttentionBatch, page: int, group: int, window: int, dtype: torch.dtype) -> list[Tensor | None]:
-    cached = batch.reference_masks.get((page, group, window, dtype))
-    if cached is None:
-        cached = [_dense_mask(batch, r, page, group, window, dtype) for r in range(len(batch.host.context))]
-        batch.reference_masks[page, group, window, dtype] = cached
-    return cached
-
-
-def _dense_mask(batch: AttentionBatch, r: int, page: int, group: int, window: int, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask [group * rows, keys] of one request, None when every row sees every key (or there is no row)."""
+def _plan_groups(
+    batch: AttentionBatch, page: int, kv_heads: int, heads: int, window: int, dtype: torch.dtype
+) -> list[ReferenceGroup]:
     host = batch.host
-    begin, end, keys = host.row_start[r], host.row_start[r + 1], host.keys[r]
+    counts = [end - begin for begin, end in zip(host.row_start, host.row_start[1:], strict=False)]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for r, n in enumerate(counts):
+        if n:
+            alike.setdefault((-(-host.keys[r] // page), -1 if n <= MOST_PADDED_ROWS else r), []).append(r)
+    return [_plan_group(batch, members, page, kv_heads, heads, window, dtype) for members in alike.values()]
+
+
+def _plan_group(
+    batch: AttentionBatch, members: list[int], page: int, kv_heads: int, heads: int, window: int, dtype: torch.dtype
+) -> ReferenceGroup:
+    host, device = batch.host, batch.words.device
+    first = torch.tensor([host.row_start[r] for r in members], device=device).unsqueeze(1)
+    counts = torch.tensor([host.row_start[r + 1] - host.row_start[r] for r in members], device=device).unsqueeze(1)
+    lengths = torch.tensor([host.keys[r] for r in members], device=device)
+    n, keys = int(counts.max()), int(lengths.max())
+    place = torch.arange(n, device=device).expand(len(members), n)
+    rows = torch.where(place < counts, first + place, first).flatten()
+    real = None if bool((counts == n).all()) else (place < counts).flatten().nonzero().squeeze(1)
+    table = batch.block_table[members, : -(-keys // page)].long()
+    blocks = table.unsqueeze(1) * kv_heads + torch.arange(kv_heads, device=device).view(1, -1, 1)
+    stale = torch.arange(keys, device=device) >= lengths.unsqueeze(1)
+    visible = torch.stack([_visible(batch, r, n, keys, page, window) for r in members])
+    mask = None
+    if not bool(visible.all()):
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+        mask = mask.unsqueeze(1).expand(-1, heads, -1, -1).reshape(len(members), 1, heads * n, keys)
+    return ReferenceGroup(
+        len(members), rows, real, blocks.flatten(), keys, stale[:, None, :, None] if bool(stale.any()) else None, mask
+    )
+
+
+def _visible(batch: AttentionBatch, r: int, n: int, keys: int, page: int, window: int) -> Tensor:
+    """What the rows of one request see, bool [n, keys]; padding rows see what the first row sees."""
+    host = batch.host
+    begin, end, own = host.row_start[r], host.row_start[r + 1], host.keys[r]
     base = host.context[r] // page * page
     words = batch.words[begin:end]
     bits = (words.unsqueeze(2) >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
     prefix = torch.ones(end - begin, base, dtype=torch.bool, device=words.device)
-    visible = torch.cat([prefix, bits.flatten(1).bool()], 1)[:, :keys]
+    visible = torch.cat([prefix, bits.flatten(1).bool()], 1)[:, :own]
     if window:
-        at = torch.arange(keys, device=words.device, dtype=torch.int32)
-        at[base:] = batch.tail_position[r, : keys - base]
+        at = torch.arange(own, device=words.device, dtype=torch.int32)
+        at[base:] = batch.tail_position[r, : own - base]
         visible = visible & (at.unsqueeze(0) > batch.position[begin:end].unsqueeze(1) - window)
-    if bool(visible.all()):
-        return None
-    mask = torch.zeros(visible.shape, dtype=dtype, device=words.device).masked_fill_(~visible, float("-inf"))
-    return mask.repeat(group, 1)
+    padded = F.pad(visible, (0, keys - own))
+    return torch.cat([padded, padded[:1].expand(n - len(padded), -1)])
 
 
 @dataclass(frozen=True)

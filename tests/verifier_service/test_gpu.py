@@ -15,7 +15,7 @@ from draftwood.sampling import SamplingParams, margins
 
 TOKENS = 48
 NEAR_TIE = 1e-3
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 @pytest.mark.parametrize("shape", ["wide", "window"])
