@@ -76,6 +76,9 @@ class DraftSettings(BaseSettings):
     beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
     branch: Positive = Field(4, description="children drawn per expanded node")
     depth: Positive = Field(8, description="levels of a round")
+    nodes_per_level: int = Field(
+        3, ge=0, description="a round has one level and one more for so many nodes of its budget; 0: up to `depth`"
+    )
     min_level_survival: float = Field(
         0.15, ge=0, description="a level is drawn if its nodes together are reached with at least this probability"
     )

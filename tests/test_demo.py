@@ -29,8 +29,6 @@ def test_demo_is_identical_and_leaves_nothing_behind() -> None:
     last = LAST_LINE.fullmatch(ran.stdout.rstrip("\n").splitlines()[-1])
     assert last, ran.stdout[-500:]
     assert last[1] == "yes"
-    assert (
-        float(last[3]) >= 1.0 and float(last[2]) > 0.3
-    )  # speed is for `make bench`
+    assert float(last[3]) >= 1.0 and float(last[2]) > 0.3  # speed is for `make bench`
     assert ran.stdout.count("yes") >= 9  # eight rows of the table and the last line
     assert ray_processes() <= before

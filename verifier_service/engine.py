@@ -29,7 +29,7 @@ from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequ
 from verifier_service.width import GRID, StepTimes
 
 FIRST_BUDGET = 16
-LEAST_BUDGET = 4
+LEAST_BUDGET = 3
 
 
 @dataclass(slots=True)
@@ -208,6 +208,7 @@ class Engine:
         session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
         session.drafts[link] = AttachedDraft(handle)
         self._links[link].sessions[handle] = session
+        self.planner.follow_load(len(self.sessions))
         session.budget = self._budget(session, max(session.budget, FIRST_BUDGET))
         sampling = request.sampling
         return StartInfo(
@@ -336,7 +337,7 @@ class Engine:
         steady = len(out.emitted) == len(parts) and len(parts) == self._sessions_before
         since = now - self._last_step_s if self._last_step_s is not None else now - began
         if steady:
-            drafted = any(part.session.drafts for part in parts)
+            drafted = all(part.session.has_drafted for part in parts)
             self.planner.observe(rows, len(parts), tokens, forward_s, since, drafted=drafted)
         self._last_step_s = now if self.sessions else None
         self._sessions_before = len(self.sessions)

@@ -18,6 +18,15 @@ from verifier_service.width import SpeculationGate, StepTimes, admit
 PROBE_STEPS = 32
 """Steps without a node, though there were some to verify, after which one step takes them all to measure it anew."""
 
+BASELINE_STEPS = 64
+"""Steps with drafts after which one goes without, to keep the baseline current."""
+
+LOAD_BAND = 1.7
+"""The load level stays while the number of sessions is within this factor of what it was."""
+
+LONGEST_STEP_S = 2.0
+"""A longer time between two steps was a pause, not a step."""
+
 WaitLimit = Callable[[Session], float]
 
 
@@ -42,11 +51,17 @@ class Planner:
     def __init__(self, settings: VerifierSettings, times: StepTimes) -> None:
         self._settings = settings
         self.times = times
-        self.gate = SpeculationGate()
-        self._overhead_s = 0.0  # what a step with drafts costs besides the forward
-        self._sessions = 0
+        self._gates: dict[int, SpeculationGate] = {}  # by load level
+        self._load = 1
+        self._load_sessions = 1
         self._gathering_since: float | None = None
         self._narrow_steps = 0
+        self._since_plain = 0
+
+    @property
+    def gate(self) -> SpeculationGate:
+        """Whether drafts pay at the present load."""
+        return self._gates.setdefault(self._load, SpeculationGate())
 
     @property
     def speculating(self) -> bool:
@@ -63,7 +78,7 @@ class Planner:
         if len(deadlines) == len(sessions):
             return min(deadlines)
         self._gathering_since = now if self._gathering_since is None else self._gathering_since
-        gather_s = 0.5 * float(self.times(np.array([len(sessions)]))[0])
+        gather_s = 0.5 * float(self.times(np.array([len(sessions)]), self._load)[0])
         return min(*deadlines, self._gathering_since + gather_s)
 
     def plan(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> list[Part]:
@@ -71,6 +86,7 @@ class Planner:
         self._gathering_since = None
         ready = [s for s in sessions if not s.decoding or not s.awaited() or now >= s.committed_s + wait_limit(s)]
         decoding = [s for s in ready if s.decoding][: self._settings.max_step_tokens]
+        self.follow_load(len(decoding))
         left = self._settings.max_step_tokens - len(decoding)
         parts = self._decode_parts(decoding, left)
         left -= sum(part.tree.size - 1 for part in parts)
@@ -80,6 +96,12 @@ class Planner:
                 left -= len(parts[-1].rows.token)
         return parts
 
+    def follow_load(self, sessions: int) -> None:
+        """Moves to another load level only when the number of sessions has changed a good deal."""
+        if not self._load_sessions / LOAD_BAND <= max(1, sessions) <= self._load_sessions * LOAD_BAND:
+            self._load_sessions = max(1, sessions)
+            self._load = self._load_sessions.bit_length()
+
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
         candidates = [self._candidates(s) for s in sessions]
         reach = [r[1:] for _, _, r in candidates]
@@ -88,7 +110,7 @@ class Planner:
         for session, (tree, kept, log_reach) in zip(sessions, candidates, strict=True):
             keep = np.nonzero(log_reach >= lowest)[0][: spare_rows + 1]
             spare_rows -= len(keep) - 1
-            wanted = 3 + len(keep) * 3 // 2 if len(keep) < tree.size else 8 + 2 * tree.size
+            wanted = 1 + len(keep) * 4 // 3 if len(keep) < tree.size else 2 + 2 * tree.size
             parts.append(_decode_part(session, tt.select(tree, keep), kept[keep], wanted))
         return parts
 
@@ -96,14 +118,23 @@ class Planner:
         """Log survival from which on nodes are verified in this step."""
         if self._settings.width == "full":
             return -np.inf
-        if not self.gate.open:
+        if not self.gate.open or self._baseline_is_due():
             return np.inf
-        lowest = admit(log_reach, len(log_reach), self.times, self._overhead_s)
+        rows = len(log_reach) + np.arange(1 + sum(map(len, log_reach)))
+        lowest = admit(log_reach, self.times(rows, self._load), self.gate.overhead_s)
         self._narrow_steps = self._narrow_steps + any(map(len, log_reach)) if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
             return lowest
         self._narrow_steps = 0
         return -np.inf
+
+    def _baseline_is_due(self) -> bool:
+        """Now and then one step goes plain, so that what drafts are held against is known and current."""
+        self._since_plain += 1
+        if self._since_plain > BASELINE_STEPS or not self.times.knows_plain(self._load):
+            self._since_plain = 0
+            return True
+        return False
 
     def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, np.ndarray]:
         """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
@@ -121,16 +152,9 @@ class Planner:
         self, rows: int, sessions: int, tokens: int, forward_s: float, since_last_s: float, *, drafted: bool
     ) -> None:
         """Learns from a step in which every session decoded: its time and, if drafts served it, whether they paid."""
-        self.times.observe(rows, forward_s)
-        if not drafted:
-            return
-        if max(sessions, self._sessions) > 1.5 * min(sessions, self._sessions):
-            self.gate.reset()
-            self._sessions = sessions
-        if self.gate.open and since_last_s < 1.0:
-            self._overhead_s += 0.1 * (max(0.0, since_last_s - forward_s) - self._overhead_s)
-        plain_rate = sessions / float(self.times(np.array([sessions]))[0])
-        self.gate.record(tokens, since_last_s, plain_rate)
+        self.times.observe(rows, forward_s, self._load, plain=rows == sessions)
+        if drafted and since_last_s < LONGEST_STEP_S:
+            self.gate.record(tokens, since_last_s, forward_s, sessions / self.times.plain(sessions, self._load))
 
 
 def _decode_part(session: Session, tree: TokenTree, kept: IndexArray, wanted: int) -> Part:

@@ -111,6 +111,11 @@ class Session:
     def decoding(self) -> bool:
         return self.pending == 1
 
+    @property
+    def has_drafted(self) -> bool:
+        """True once a draft has completed a round, so that a step shows what drafts are worth."""
+        return any(draft.complete_epoch >= 0 for draft in self.drafts.values())
+
     def awaited(self) -> list[AttachedDraft]:
         """Drafts whose round for this epoch is still open and worth waiting for."""
         if self.budget == 0:

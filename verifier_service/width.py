@@ -2,6 +2,7 @@
 
 width       nodes of a session's tree that a step verifies; 0 is plain decoding.
 T(rows)     seconds of a step over that many rows, measured at start and kept current.
+load level  bit length of the number of sessions in the step.
 gain        expected tokens of a step: one per session and the survival of every node verified.
 
 All candidate nodes of the batch are sorted by survival and the n are admitted that maximise gain over time (the
@@ -20,51 +21,72 @@ GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class StepTimes:
-    """T(rows) by linear interpolation between measured points, and by the last slope beyond them.
+    """T(rows) by linear interpolation between points measured at start, and by the last slope beyond them.
 
-    It need not rise: a matrix product of 2 rows may take longer than one of 8. All points drift together (longer
-    contexts, a busier machine); a point's own correction is slow.
+    It need not rise: a matrix product of 2 rows may take longer than one of 8. What the measurement lacks (attention
+    over many sessions and long contexts, a busier machine) is a factor on all points, learnt from the steps of each
+    load level.
     """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         self._rows = np.asarray(rows, np.float64)
         self._seconds = np.asarray(seconds, np.float64)
-        self._drift = 1.0
+        self._factors: dict[int, float] = {}
+        self._plain_factors: dict[int, float] = {}
 
-    def observe(self, rows: int, seconds: float, drift_weight: float = 0.1, point_weight: float = 0.03) -> None:
-        """Moves all points, and the two around ``rows`` a little more, towards a measured step."""
-        scale = min(4.0, seconds / float(self(np.array([rows]))[0]))
-        self._drift *= 1 + drift_weight * (scale - 1)
-        right = int(np.clip(np.searchsorted(self._rows, rows), 0, len(self._rows) - 1))
-        for point in {right, max(0, right - 1) if self._rows[right] > rows else right}:
-            self._seconds[point] *= 1 + point_weight * (scale - 1)
+    def observe(self, rows: int, seconds: float, load: int, weight: float = 0.1, *, plain: bool = False) -> None:
+        """Learns from a step of ``seconds`` over ``rows`` rows at a load level; ``plain``: one row a session."""
+        if seconds <= 0:
+            return
+        if plain:
+            factor = seconds / float(self._measured(np.array([rows]))[0])
+            before = self._plain_factors.get(load, factor)
+            self._plain_factors[load] = before + 0.3 * (min(factor, 2 * before) - before)
+        factor = min(10.0, seconds / float(self._measured(np.array([rows]))[0]))
+        self._factors[load] = factor if load not in self._factors else self._factor(load, weight, factor)
 
-    def __call__(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of steps over ``rows`` rows."""
+    def _factor(self, load: int, weight: float, seen: float) -> float:
+        before = self._factors[load]
+        return before + weight * (min(seen, 4 * before) - before)
+
+    def __call__(self, rows: NDArray[np.int64], load: int) -> NDArray[np.float64]:
+        """Seconds of steps over ``rows`` rows at a load level."""
+        return self._measured(rows) * self._factors.get(load, 1.0)
+
+    def knows_plain(self, load: int) -> bool:
+        """Whether a plain step has been seen at this load level."""
+        return load in self._plain_factors
+
+    def plain(self, sessions: int, load: int) -> float:
+        """Seconds of a step of plain decoding."""
+        factor = self._plain_factors.get(load, self._factors.get(load, 1.0))
+        return float(self._measured(np.array([sessions]))[0]) * factor
+
+    def _measured(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         grid, seconds = self._rows, self._seconds
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (grid[-1] - grid[-2])) if len(grid) > 1 else seconds[0] / grid[0]
         out: NDArray[np.float64] = np.interp(rows, grid, seconds) + slope * np.maximum(0, rows - grid[-1])
-        return out * self._drift
+        return out
 
 
-def admit(log_reach: Sequence[NDArray[np.float64]], fixed_rows: int, times: StepTimes, overhead_s: float) -> float:
+def admit(log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64], overhead_s: float) -> float:
     """The nodes that pay, as the lowest log survival admitted (+inf: none).
 
-    ``log_reach[s]`` are the log survivals of session s's nodes, the anchor left out; ``fixed_rows`` are the rows that
-    run anyway; ``overhead_s`` is what the step costs besides the forward (waiting for drafts, host work).
+    ``log_reach[s]`` are the log survivals of session s's nodes, the anchor left out; ``step_s[n]`` is the time of a
+    step with n nodes, for n from 0 to all of them; ``overhead_s`` is what it costs besides (waiting, host work).
     """
     if not any(len(reach) for reach in log_reach):
         return np.inf
     reach = np.concatenate(log_reach)
     order = np.argsort(-reach, kind="stable")
     gain = len(log_reach) + np.concatenate([[0.0], np.cumsum(np.exp(reach[order]))])
-    count = int(np.argmax(gain / (times(fixed_rows + np.arange(len(gain))) + overhead_s)))
+    count = int(np.argmax(gain / (step_s + overhead_s)))
     return float(reach[order[count - 1]]) if count else np.inf
 
 
 @dataclass
 class SpeculationGate:
-    """Switches drafts off while they do not pay, all costs counted, and tries again after a while.
+    """Switches drafts off while they do not pay, all costs counted, and tries again after a while. One a load level.
 
     The measured tokens per second of steps with drafts are held against sessions / T(sessions), what plain decoding
     would give. A choice is held for ``dwell`` steps, twice as long after each failed trial (vllm#49548 shows what the
@@ -72,9 +94,10 @@ class SpeculationGate:
     """
 
     trial_steps: int = 16
-    first_dwell: int = 32
-    longest_dwell: int = 512
+    first_dwell: int = 64
+    longest_dwell: int = 4096
     worth: float = 1.0
+    overhead_s: float = 0.0  # what a step with drafts costs besides the forward, mean of the last ones
     _tokens: float = 0.0
     _plain: float = 0.0
     _steps: int = 0
@@ -90,11 +113,12 @@ class SpeculationGate:
         """Tokens of recent steps with drafts over what plain decoding would have given in the same time."""
         return self._tokens / self._plain if self._plain else 1.0
 
-    def record(self, tokens: int, seconds: float, plain_rate: float) -> None:
+    def record(self, tokens: int, seconds: float, forward_s: float, plain_rate: float) -> None:
         """One finished step: tokens committed, seconds since the step before it, tokens/s of plain decoding."""
         if not self.open:
             self._hold -= 1
             return
+        self.overhead_s += 0.1 * (max(0.0, seconds - forward_s) - self.overhead_s)
         keep = 1 - 1 / self.trial_steps
         self._tokens = self._tokens * keep + tokens
         self._plain = self._plain * keep + seconds * plain_rate
@@ -104,8 +128,3 @@ class SpeculationGate:
             self._hold, self._steps, self._tokens, self._plain = self._dwell, 0, 0.0, 0.0
         elif self._steps >= 8 * self.trial_steps:
             self._dwell = 0
-
-    def reset(self) -> None:
-        """Forgets everything; call it when the load has changed."""
-        self._tokens = self._plain = 0.0
-        self._steps = self._hold = self._dwell = 0

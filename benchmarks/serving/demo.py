@@ -26,7 +26,9 @@ from router.pools import Cluster
 
 CONFIG = ROOT / "deploy" / "examples" / "demo.yaml"
 TOKENS = 64
-ROUNDS = 5
+ROUNDS = 7
+SETTLING_ROUNDS = 3
+"""Rounds of eight clients that are not counted: the verifier learns what drafts are worth at this load."""
 START_TIMEOUT_S = 300.0
 
 
@@ -38,7 +40,8 @@ async def main() -> bool:
         await watch_start(Console(), cluster, config, START_TIMEOUT_S)
         async with DraftwoodClient(cluster.address) as client:
             runs = [judge(await compare(console, client, TOKENS)) for _ in range(3)]
-            await _clients(client, speculate=True)
+            for _ in range(SETTLING_ROUNDS):
+                await _clients(client, speculate=True)
             pairs = [
                 (await _clients(client, speculate=True), await _clients(client, speculate=False)) for _ in range(ROUNDS)
             ]

@@ -23,10 +23,13 @@ from draftwood.errors import ResourceExhausted
 from draftwood.noise import GumbelCache
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import draft_children
+from draftwood.sampling import SamplingParams, draft_children
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
+
+Children = tuple[list[list[int]], list[list[float]]]
+"""Tokens and scores, [parents][branch] each; token -1: no child."""
 
 UNEXPANDED = -1
 MOST_TAIL_TOKENS = 256
@@ -150,7 +153,10 @@ class LmDrafter:
         return out
 
     def _is_done(self, session: _Session) -> bool:
-        return session.levels >= self._settings.depth or (session.pending == 0 and not self._frontier(session))
+        # A tree of few nodes is shallow: a level more would cost a forward and rarely add one of the best.
+        settings = self._settings
+        most = 1 + session.budget // settings.nodes_per_level if settings.nodes_per_level else settings.depth
+        return session.levels >= min(most, settings.depth) or (session.pending == 0 and not self._frontier(session))
 
     def _pack(self, session: _Session, handle: int) -> SessionGrowth:
         nodes = tt.best(session.tree, min(session.budget, session.start.max_nodes)).tolist()
@@ -182,11 +188,34 @@ class LmDrafter:
                 parts.append(rows)
                 jobs.append(session)
                 left -= len(rows.token)
-        if parts:
-            logits = self._runtime.forward(parts)
-            counts = [len(part.token) - part.logits_from for part in parts]
-            for session, part, piece in zip(jobs, parts, torch.split(logits, counts), strict=True):
-                self._grow(session, part, piece)
+        if not parts:
+            return
+        logits = self._runtime.forward(parts)
+        parents = [_parents(session, part) for session, part in zip(jobs, parts, strict=True)]
+        children = self._children(logits, jobs, parents)
+        for session, part, above, below in zip(jobs, parts, parents, children, strict=True):
+            if session.pending:
+                session.cached += len(part.token)
+            self._grow(session, above, below)
+
+    def _children(self, logits: Tensor, jobs: list[_Session], parents: list[list[int]]) -> list[Children]:
+        """Tokens and scores [parents][branch] proposed below each session's parents; one call a rule, not a session."""
+        pieces = torch.split(logits, [len(p) for p in parents])
+        groups: dict[tuple[SamplingParams, int], list[int]] = {}
+        for k, session in enumerate(jobs):
+            size = min(self._token_count, session.start.vocab_size)
+            rule = SamplingParams() if session.start.sampling.greedy else session.start.sampling
+            groups.setdefault((rule, size), []).append(k)
+        out: list[Children] = [([], []) for _ in jobs]
+        for (rule, size), members in groups.items():
+            rows = logits if len(members) == len(jobs) else torch.cat([pieces[k] for k in members])
+            positions = [int(d) + len(jobs[k].tokens) for k in members for d in jobs[k].depth[parents[k]]]
+            if positions:
+                found = draft_children(rows, rule, positions, self._noise, self._settings.branch, vocab_size=size)
+                tokens, scores = iter(found[0].tolist()), iter(found[1].tolist())
+                for k in members:
+                    out[k] = ([next(tokens) for _ in parents[k]], [next(scores) for _ in parents[k]])
+        return out
 
     def _rows(self, session: _Session, most: int) -> Rows | None:
         """The session's rows of the next forward: committed tokens it lacks, else its frontier. None: nothing now."""
@@ -214,25 +243,14 @@ class LmDrafter:
             return False
         return self._context_room(session) > 0
 
-    def _grow(self, session: _Session, part: Rows, logits: Tensor) -> None:
-        """Adds the children that the logits of a forward's rows propose."""
-        if session.pending:
-            session.cached += len(part.token)
-            if not len(logits):
-                return
-            parents = [0]
-        else:
-            parents = np.nonzero(session.slot >= session.tail - len(part.token))[0].tolist()
-            parents = [n for n in parents if n > 0]
-        positions = [int(d) + len(session.tokens) for d in session.depth[parents]]
-        size = min(self._token_count, session.start.vocab_size)
-        tokens, scores = draft_children(
-            logits, session.start.sampling, positions, self._noise, self._settings.branch, vocab_size=size
-        )
-        # Unlikely children are kept too: once their parent has become the anchor they are likely enough.
+    def _grow(self, session: _Session, parents: list[int], children: Children) -> None:
+        """Adds the proposed children.
+
+        Unlikely ones are kept too: once their parent has become the anchor they are likely enough.
+        """
         kept = [
             (parent, token, score)
-            for parent, row in zip(parents, zip(tokens.tolist(), scores.tolist(), strict=True), strict=True)
+            for parent, *row in zip(parents, *children, strict=True)
             for token, score in zip(*row, strict=True)
             if token >= 0
         ]
@@ -243,6 +261,14 @@ class LmDrafter:
             fresh = session.tree.size - len(session.slot)
             session.slot = np.concatenate([session.slot, np.full(fresh, UNEXPANDED, np.int64)])
             session.numbering.extend(session.tree.size)
+
+
+def _parents(session: _Session, part: Rows) -> list[int]:
+    """Nodes whose logits the forward of ``part`` yields, in row order."""
+    if session.pending:
+        return [0] if part.logits_from < len(part.token) else []
+    newest = session.tail - len(part.token)
+    return [n for n in np.nonzero(session.slot >= newest)[0].tolist() if n > 0]
 
 
 def _walk(tree: TokenTree, tokens: tuple[int, ...]) -> list[int]:

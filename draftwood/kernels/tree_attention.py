@@ -75,9 +75,7 @@ class ReferenceGroup:
     real: Tensor | None  # int64, places in `rows` that are no padding; None: all
     blocks: Tensor  # int64 [requests * kv_heads * pages], (page, head) blocks of the cache
     keys: int  # keys of the longest request
-    stale: (
-        Tensor | None
-    )  # bool [requests, 1, keys, 1], slots beyond the request's own keys; None: no such
+    stale: Tensor | None  # bool [requests, 1, keys, 1], slots beyond the request's own keys; None: no such
     mask: Tensor | None  # additive [requests, 1, group * n, keys]; None: every row sees every key
 
 

@@ -33,15 +33,30 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The tensors of one forward."""
+    """The tensors of one forward, padding rows last."""
 
     input_ids: Tensor  # int64 [rows]
     attention: AttentionBatch
     logits_rows: Tensor  # int64 [wanted]
 
 
-def assemble(parts: Sequence[Rows], page: int, device: torch.device) -> Forward:
-    """Flattens the parts, in order; ``page`` is the cache's page size in tokens."""
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Rows are filled up to a multiple of ``multiple``; the fill writes its keys and values to ``page_id``."""
+
+    multiple: int
+    page_id: int
+
+    def missing(self, count: int) -> int:
+        """Rows to add; none to a single one, whose products are of another kind."""
+        return -count % self.multiple if count > 1 else 0
+
+
+def assemble(parts: Sequence[Rows], page: int, device: torch.device, padding: Padding) -> Forward:
+    """Flattens the parts, in order; ``page`` is the cache's page size in tokens.
+
+    Padding rows come last: token 0 at position 0, seeing nothing. Padding of the wanted rows repeats the last one.
+    """
     counts = [len(part.token) for part in parts]
     keys = [part.context + part.visible.shape[1] for part in parts]
     packed = [pack_words(part.visible, part.context % page) for part in parts]
@@ -54,22 +69,26 @@ def assemble(parts: Sequence[Rows], page: int, device: torch.device) -> Forward:
     def on_device(array: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
+    wanted_rows = np.concatenate(wanted)
+    fill, more = padding.missing(len(slots)), padding.missing(len(wanted_rows))
     width = max(words.shape[1] for words in packed)
+    words = np.concatenate([np.pad(w, ((0, 0), (0, width - w.shape[1]))) for w in packed])
+    page_id = tables[owner, slots // page]
+    position = np.concatenate([p.tail_position[-n:] for p, n in zip(parts, counts, strict=True)])
     attention = AttentionBatch(
         row_start=on_device(starts, torch.int32),
         context=on_device(np.array([part.context for part in parts]), torch.int32),
         keys=on_device(np.array(keys), torch.int32),
-        words=on_device(np.concatenate([np.pad(w, ((0, 0), (0, width - w.shape[1]))) for w in packed]), torch.int32),
+        words=on_device(np.pad(words, ((0, fill), (0, 0))), torch.int32),
         block_table=on_device(tables, torch.int32),
-        position=on_device(
-            np.concatenate([p.tail_position[-n:] for p, n in zip(parts, counts, strict=True)]), torch.int32
-        ),
+        position=on_device(np.pad(position, (0, fill)), torch.int32),
         tail_position=on_device(_tail_positions(parts, page, width * 32), torch.int32),
-        page_id=on_device(tables[owner, slots // page], torch.int64),
-        page_offset=on_device(slots % page, torch.int64),
+        page_id=on_device(np.pad(page_id, (0, fill), constant_values=padding.page_id), torch.int64),
+        page_offset=on_device(np.pad(slots % page, (0, fill)), torch.int64),
     )
-    ids = on_device(np.concatenate([part.token for part in parts]), torch.int64)
-    return Forward(ids, attention, on_device(np.concatenate(wanted), torch.int64))
+    ids = on_device(np.pad(np.concatenate([part.token for part in parts]), (0, fill)), torch.int64)
+    wanted_rows = np.concatenate([wanted_rows, np.repeat(wanted_rows[-1:], more)])
+    return Forward(ids, attention, on_device(wanted_rows, torch.int64))
 
 
 def _block_table(parts: Sequence[Rows], keys: Sequence[int], page: int) -> NDArray[np.int32]:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from draftwood.errors import FailedPrecondition, NotFound
 from draftwood.kernels.commit import commit_kv
 from draftwood.kernels.tree_attention import AttentionBatch, tree_attention
-from draftwood.runtime.batch import Rows, assemble
+from draftwood.runtime.batch import Padding, Rows, assemble
 from draftwood.runtime.pages import PagePool
 
 ATTENTION = "draftwood_tree"
@@ -122,7 +122,10 @@ class ModelRuntime:
         self.max_context_tokens = int(getattr(config, "max_position_embeddings", 1 << 30))
         self.layers = int(config.num_hidden_layers)
         self.pool = PagePool(kv_pages, page_tokens)
-        shape = (self.layers, 2, kv_pages, kv_heads, page_tokens, head_dim)
+        # One page more than the pool hands out: padding rows write there.
+        shape = (self.layers, 2, kv_pages + 1, kv_heads, page_tokens, head_dim)
+        # A CPU's matrix products are up to half slower for row counts between the multiples of four.
+        self.padding = Padding(4 if model.device.type == "cpu" else 1, kv_pages)
         self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self._probe()
 
@@ -146,7 +149,8 @@ class ModelRuntime:
     @torch.inference_mode()
     def forward(self, parts: Sequence[Rows], layers_seen: list[int] | None = None) -> Tensor:
         """Runs the rows of all parts and returns the wanted rows' logits, [wanted, vocab_size], parts in order."""
-        batch = assemble(parts, self.pool.page_tokens, self.device)
+        batch = assemble(parts, self.pool.page_tokens, self.device, self.padding)
+        wanted = sum(len(part.token) - part.logits_from for part in parts)
         step = _Step(self.cache, batch.attention, [] if layers_seen is None else layers_seen)
         out = self.model(
             input_ids=batch.input_ids[None],
@@ -155,7 +159,7 @@ class ModelRuntime:
             logits_to_keep=batch.logits_rows,
             draftwood_step=step,
         )
-        logits: Tensor = out.logits[0]
+        logits: Tensor = out.logits[0, :wanted]
         return logits
 
     @torch.inference_mode()

@@ -283,7 +283,7 @@ def test_budget_and_cap_are_respected(runtime: ModelRuntime, oracle: Oracle, bud
 
 
 def test_what_is_sent_are_the_likeliest_nodes(runtime: ModelRuntime, oracle: Oracle) -> None:
-    drafter = make_drafter(runtime, beam=8, branch=8, depth=8, min_level_survival=0)
+    drafter = make_drafter(runtime, beam=8, branch=8, depth=8, min_level_survival=0, nodes_per_level=0)
     verifier = Verifier(drafter, oracle, [7, 8], GREEDY, 8)
     verifier.open()
     work_until_done(drafter, [verifier], idle=False)
