@@ -52,6 +52,9 @@ class VerifierSettings(BaseSettings):
     width: Literal["adaptive", "full"] = Field(
         "adaptive", description='nodes verified: "adaptive" those that pay, "full" all up to max_nodes (for measuring)'
     )
+    max_drafted_sessions: int = Field(
+        0, ge=0, description="while more sessions than this run, no drafts are asked for; 0: `width` alone decides"
+    )
     draft_wait_ms: float = Field(150.0, ge=0, description="longest wait of a step for a draft, milliseconds")
     load_interval_s: float = Field(1.0, gt=0, description="seconds between two load reports")
 

@@ -54,6 +54,7 @@ class Planner:
         self._gates: dict[int, SpeculationGate] = {}  # by load level
         self._load = 1
         self._load_sessions = 1
+        self._running = 0
         self._gathering_since: float | None = None
         self._narrow_steps = 0
         self._since_plain = 0
@@ -64,8 +65,13 @@ class Planner:
         return self._gates.setdefault(self._load, SpeculationGate())
 
     @property
+    def crowded(self) -> bool:
+        """More sessions run than the settings let drafts serve."""
+        return 0 < self._settings.max_drafted_sessions < self._running
+
+    @property
     def speculating(self) -> bool:
-        return self._settings.width == "full" or self.gate.open
+        return not self.crowded and (self._settings.width == "full" or self.gate.open)
 
     def due(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> float | None:
         """Clock time of the next step: now if all are ready; a ready one waits for others half a step at most."""
@@ -86,7 +92,7 @@ class Planner:
         self._gathering_since = None
         ready = [s for s in sessions if not s.decoding or not s.awaited() or now >= s.committed_s + wait_limit(s)]
         decoding = [s for s in ready if s.decoding][: self._settings.max_step_tokens]
-        self.follow_load(len(decoding))
+        self.follow_load(len(sessions))
         left = self._settings.max_step_tokens - len(decoding)
         parts = self._decode_parts(decoding, left)
         left -= sum(part.tree.size - 1 for part in parts)
@@ -97,7 +103,8 @@ class Planner:
         return parts
 
     def follow_load(self, sessions: int) -> None:
-        """Moves to another load level only when the number of sessions has changed a good deal."""
+        """Notes the load; its level moves only when the number of sessions has changed a good deal."""
+        self._running = sessions
         if not self._load_sessions / LOAD_BAND <= max(1, sessions) <= self._load_sessions * LOAD_BAND:
             self._load_sessions = max(1, sessions)
             self._load = self._load_sessions.bit_length()
@@ -116,6 +123,8 @@ class Planner:
 
     def _lowest_admitted(self, log_reach: Sequence[NDArray[np.float64]]) -> float:
         """Log survival from which on nodes are verified in this step."""
+        if self.crowded:
+            return np.inf
         if self._settings.width == "full":
             return -np.inf
         if not self.gate.open or self._baseline_is_due():
