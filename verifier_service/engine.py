@@ -206,10 +206,11 @@ class Engine:
         request = session.request
         key = (self._links[link].model, request.sampling.greedy)
         session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
-        session.drafts[link] = AttachedDraft(handle)
+        draft = session.drafts[link] = AttachedDraft(handle, known=len(session.tokens))
         self._links[link].sessions[handle] = session
         self.planner.follow_load(len(self.sessions))
         session.budget = self._budget(session, max(session.budget, FIRST_BUDGET))
+        draft.asleep = session.budget == 0
         sampling = request.sampling
         return StartInfo(
             handle, session.tree.epoch, tuple(session.tokens), sampling.seed, sampling.temperature,
@@ -311,10 +312,19 @@ class Engine:
         session.tree.commit(tokens)
         session.budget = self._budget(session, 0.7 * session.budget + 0.3 * part.wanted)
         session.committed_s = self.clock()
-        epoch, length = session.tree.epoch, len(session.tokens)
         for link, draft in session.drafts.items():
-            notice = SessionCommit(draft.handle, epoch, length, tokens, ids[link], session.budget)
-            out.commits.setdefault(link, []).append(notice)
+            if session.budget or not draft.asleep:
+                out.commits.setdefault(link, []).append(self._notice(session, draft, tokens, ids[link]))
+
+    def _notice(
+        self, session: Session, draft: AttachedDraft, tokens: tuple[int, ...], ids: tuple[int, ...]
+    ) -> SessionCommit:
+        """What a draft is told: all since it last heard of the session. One that is to sleep hears it once."""
+        length = len(session.tokens)
+        told = tuple(session.tokens[draft.known :])
+        ids = ids if len(told) == len(tokens) else ()
+        draft.known, draft.asleep = length, session.budget == 0
+        return SessionCommit(draft.handle, session.tree.epoch, length, told, ids, session.budget)
 
     def _budget(self, session: Session, wanted: float) -> int:
         if session.remaining <= 1 or not self.planner.speculating:

@@ -34,6 +34,8 @@ class AttachedDraft:
 
     handle: int
     complete_epoch: int = -1  # epoch whose round it has completed
+    known: int = 0  # committed tokens it has been told
+    asleep: bool = False  # it has been told that no nodes are wanted
     misses: int = 0  # steps in a row that did not wait for it long enough
 
     @property
