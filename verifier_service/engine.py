@@ -310,7 +310,8 @@ class Engine:
         session.tree.learn(part.kept, live_path)
         ids = {link: session.tree.node_ids(link, live_path) for link in session.drafts}
         session.tree.commit(tokens)
-        session.budget = self._budget(session, 0.7 * session.budget + 0.3 * part.wanted)
+        wanted = 0.7 * session.budget + 0.3 * part.wanted if session.budget else FIRST_BUDGET
+        session.budget = self._budget(session, wanted)
         session.committed_s = self.clock()
         for link, draft in session.drafts.items():
             if session.budget or not draft.asleep:

@@ -94,8 +94,8 @@ class SpeculationGate:
     """
 
     trial_steps: int = 16
-    first_dwell: int = 64
-    longest_dwell: int = 4096
+    first_dwell: int = 32
+    longest_dwell: int = 512
     worth: float = 1.0
     overhead_s: float = 0.0  # what a step with drafts costs besides the forward, mean of the last ones
     _tokens: float = 0.0
