@@ -90,8 +90,8 @@ def judge(pairs: Sequence[Pair]) -> Verdict:
 
 def pair_table(pairs: Sequence[Pair]) -> Table:
     table = Table(title="with drafts against the target alone", title_justify="left")
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis")
-    for column in ("tokens", "tokens a step", "tok/s", "tok/s alone", "identical"):
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=30)
+    for column in ("tokens", "accepted", "tok/s", "plain", "same"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     for pair in pairs:
         table.add_row(
