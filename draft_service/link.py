@@ -20,11 +20,16 @@ from draftwood.telemetry import get_logger
 from draftwood.v1 import draft_pb2
 from draftwood.v1.verifier_pb2_grpc import VerifierServiceStub
 from draftwood.vocabulary import check
-from draftwood.wire import SessionGrowth, decode_commits, encode_growth, error_from_proto, tokenizer_from_proto
+from draftwood.wire import (
+    PROTOCOL_VERSION,
+    SessionGrowth,
+    decode_commits,
+    encode_growth,
+    error_from_proto,
+    tokenizer_from_proto,
+)
 
 log = get_logger(__name__)
-
-PROTOCOL_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -31,7 +30,6 @@ from draftwood.wire import tokenizer_to_proto
 
 log = get_logger(__name__)
 
-SWITCH_INTERVAL_S = 5e-4
 LAST_WORDS_S = 0.5
 """For calls that are ending by themselves when the server stops; load streams never do."""
 
@@ -64,7 +62,6 @@ class DraftServer:
     async def start(self) -> str:
         """Binds the port and returns host:port; the drafter loads behind it, health turns SERVING when it is warm."""
         self._loop = asyncio.get_running_loop()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         serve_metrics(self.settings.metrics_port)
         address = await self._rpc.start(self.settings.listen)
         self._loading = asyncio.create_task(self._load())

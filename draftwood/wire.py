@@ -24,6 +24,7 @@ from draftwood.errors import BY_STATUS, DraftwoodError, Internal, InvalidArgumen
 from draftwood.v1 import draft_pb2, tree_pb2
 from draftwood.vocabulary import Fingerprint
 
+PROTOCOL_VERSION: Final = 1  # of the Speculate stream
 UINT32_MAX: Final = 2**32 - 1
 MAX_TEXT_BYTES: Final = 1024  # an error's texts end up in HTTP/2 metadata, of which gRPC takes 8 KiB
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
@@ -43,8 +42,6 @@ REASONS = {
 }
 LAST_WORDS_S = 0.5
 """For streams that are ending by themselves when the server stops; load streams and idle drafts never do."""
-SWITCH_INTERVAL_S = 5e-4
-"""How long the engine's thread may hold the interpreter while a message waits; Python's default is 5 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,6 @@ class VerifierServer:
     async def start(self) -> str:
         """Binds the port and returns host:port; the model loads behind it, health turns SERVING when it is warm."""
         self._loop = asyncio.get_running_loop()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         serve_metrics(self.settings.metrics_port)
         address = await self._rpc.start(self.settings.listen)
         self._loading = asyncio.create_task(self._load())

@@ -15,6 +15,7 @@ from draftwood.telemetry import METRICS, get_logger
 from draftwood.v1 import draft_pb2
 from draftwood.vocabulary import Vocabulary, check
 from draftwood.wire import (
+    PROTOCOL_VERSION,
     SessionCommit,
     SessionGrowth,
     decode_growth,
@@ -29,7 +30,6 @@ from verifier_service.live_tree import Nodes
 
 log = get_logger(__name__)
 
-PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 << 20
 MOST_IN_HAND = 16
 """Messages of one draft that wait for the engine; the draft's further ones wait on the wire."""

@@ -38,11 +38,11 @@ class StepTimes:
         """Learns from a step of ``seconds`` over ``rows`` rows at a load level; ``plain``: one row a session."""
         if seconds <= 0:
             return
+        factor = seconds / float(self._measured(np.array([rows]))[0])
         if plain:
-            factor = seconds / float(self._measured(np.array([rows]))[0])
             before = self._plain_factors.get(load, factor)
             self._plain_factors[load] = before + 0.3 * (min(factor, 2 * before) - before)
-        factor = min(10.0, seconds / float(self._measured(np.array([rows]))[0]))
+        factor = min(10.0, factor)
         self._factors[load] = factor if load not in self._factors else self._factor(load, weight, factor)
 
     def _factor(self, load: int, weight: float, seen: float) -> float:

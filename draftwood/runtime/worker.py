@@ -8,6 +8,7 @@ quarter slower. Forwards release the interpreter lock, so the event loop beside 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from typing import Generic, Protocol, TypeVar
 from draftwood.telemetry import get_logger
 
 log = get_logger(__name__)
+
+SWITCH_INTERVAL_S = 5e-4
+"""How long this thread may hold the interpreter while a message waits; Python's default is 5 ms."""
 
 MOST_COMMAND_S = 0.02
 """Commands run for so long at most before a step that is due gets its turn."""
@@ -54,6 +58,7 @@ class Worker(Generic[Out]):
 
         The future gets what ``load`` returns or raises; after an exception the thread is over.
         """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         loaded: Future[T] = Future()
         self._thread = threading.Thread(target=self._run, args=(load, core, loaded), name=self._name, daemon=True)
         self._thread.start()
