@@ -52,8 +52,8 @@ class VerifierSettings(BaseSettings):
     width: Literal["adaptive", "full"] = Field(
         "adaptive", description='nodes verified: "adaptive" those that pay, "full" all up to max_nodes (for measuring)'
     )
-    max_drafted_sessions: int = Field(
-        0, ge=0, description="while more sessions than this run, no drafts are asked for; 0: `width` alone decides"
+    max_step_nodes: int = Field(
+        0, ge=0, description="nodes of one step, shared evenly by the running sessions; 0: `width` alone decides"
     )
     draft_wait_ms: float = Field(150.0, ge=0, description="longest wait of a step for a draft, milliseconds")
     load_interval_s: float = Field(1.0, gt=0, description="seconds between two load reports")
@@ -80,7 +80,9 @@ class DraftSettings(BaseSettings):
     branch: Positive = Field(4, description="children drawn per expanded node")
     depth: Positive = Field(8, description="levels of a round")
     nodes_per_level: int = Field(
-        3, ge=0, description="a round has one level and one more for so many nodes of its budget; 0: up to `depth`"
+        3,
+        ge=0,
+        description="a round has a level below the anchor's children for so many nodes of its budget; 0: `depth`",
     )
     min_level_survival: float = Field(
         0.15, ge=0, description="a level is drawn if its nodes together are reached with at least this probability"

@@ -330,7 +330,7 @@ class Engine:
     def _budget(self, session: Session, wanted: float) -> int:
         if session.remaining <= 1 or not self.planner.speculating:
             return 0
-        return min(session.request.max_nodes, max(LEAST_BUDGET, round(wanted)))
+        return min(session.request.max_nodes, self.planner.share, max(LEAST_BUDGET, round(wanted)))
 
     def _account(self, parts: Sequence[Part], out: Outcome, began: float, forward_s: float) -> None:
         now = self.clock()

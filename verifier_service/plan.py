@@ -65,13 +65,16 @@ class Planner:
         return self._gates.setdefault(self._load, SpeculationGate())
 
     @property
-    def crowded(self) -> bool:
-        """More sessions run than the settings let drafts serve."""
-        return 0 < self._settings.max_drafted_sessions < self._running
+    def share(self) -> int:
+        """Nodes that one session may have verified in a step."""
+        most = self._settings.max_nodes
+        return (
+            min(most, self._settings.max_step_nodes // max(1, self._running)) if self._settings.max_step_nodes else most
+        )
 
     @property
     def speculating(self) -> bool:
-        return not self.crowded and (self._settings.width == "full" or self.gate.open)
+        return self.share > 0 and (self._settings.width == "full" or self.gate.open)
 
     def due(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> float | None:
         """Clock time of the next step: now if all are ready; a ready one waits for others half a step at most."""
@@ -123,7 +126,7 @@ class Planner:
 
     def _lowest_admitted(self, log_reach: Sequence[NDArray[np.float64]]) -> float:
         """Log survival from which on nodes are verified in this step."""
-        if self.crowded:
+        if not self.share:
             return np.inf
         if self._settings.width == "full":
             return -np.inf
@@ -151,7 +154,7 @@ class Planner:
         room = min(session.remaining - 1, self._settings.max_depth)
         shallow = np.nonzero(tt.depths(tree) <= max(0, room))[0]
         tree = tt.select(tree, shallow)
-        kept = tt.best(tree, session.request.max_nodes)
+        kept = tt.best(tree, min(self.share, session.request.max_nodes))
         tree = tt.select(tree, kept)
         reach = tt.log_survival(tree)
         reach[0] = np.inf

@@ -155,8 +155,10 @@ class LmDrafter:
     def _is_done(self, session: _Session) -> bool:
         # A tree of few nodes is shallow: a level more would cost a forward and rarely add one of the best.
         settings = self._settings
-        most = 1 + session.budget // settings.nodes_per_level if settings.nodes_per_level else settings.depth
-        return session.levels >= min(most, settings.depth) or (session.pending == 0 and not self._frontier(session))
+        most = session.budget // settings.nodes_per_level if settings.nodes_per_level else settings.depth
+        if session.pending:  # more chunks to catch up with, unless the round was given up
+            return session.levels >= settings.depth
+        return session.levels >= min(most, settings.depth) or not self._frontier(session)
 
     def _pack(self, session: _Session, handle: int) -> SessionGrowth:
         nodes = tt.best(session.tree, min(session.budget, session.start.max_nodes)).tolist()

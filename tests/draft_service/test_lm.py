@@ -282,6 +282,21 @@ def test_budget_and_cap_are_respected(runtime: ModelRuntime, oracle: Oracle, bud
     drafter.close(KEY)
 
 
+@pytest.mark.parametrize(("budget", "forwards"), [(2, 1), (3, 2), (6, 3)])
+def test_small_budgets_cost_few_forwards(
+    runtime: ModelRuntime, oracle: Oracle, budget: int, forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    forward = runtime.forward
+    monkeypatch.setattr(runtime, "forward", lambda *parts: (seen.append(parts), forward(*parts))[1])
+    drafter = make_drafter(runtime, min_level_survival=0, nodes_per_level=3)
+    verifier = Verifier(drafter, oracle, [7, 8], GREEDY, budget)
+    verifier.open()
+    work_until_done(drafter, [verifier], idle=False)
+    assert (verifier.seen, len(seen)) == (budget, forwards)
+    drafter.close(KEY)
+
+
 def test_what_is_sent_are_the_likeliest_nodes(runtime: ModelRuntime, oracle: Oracle) -> None:
     drafter = make_drafter(runtime, beam=8, branch=8, depth=8, min_level_survival=0, nodes_per_level=0)
     verifier = Verifier(drafter, oracle, [7, 8], GREEDY, 8)
