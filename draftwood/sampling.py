@@ -70,7 +70,11 @@ def process_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.greedy:
         return wide
     # Shifted before the division: a tiny temperature sends the others to -inf and keeps the largest at 0.
-    shifted = (wide - wide.amax(dim=-1, keepdim=True)).div_(max(params.temperature, torch.finfo(wide.dtype).tiny))
+    # By a tensor, as CUDA divides by a Python number with its reciprocal, and rounds elsewhere than a CPU.
+    divisor = torch.full(
+        (), max(params.temperature, torch.finfo(wide.dtype).tiny), dtype=wide.dtype, device=wide.device
+    )
+    shifted = (wide - wide.amax(dim=-1, keepdim=True)).div_(divisor)
     if params.top_p < 1:
         return _keep(shifted, *_top_p_cut(shifted, params))
     if params.top_k:

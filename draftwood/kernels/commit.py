@@ -82,7 +82,7 @@ def commit_kv_triton(cache: Tensor, source: Tensor, target: Tensor, move_start: 
     with torch.cuda.device_of(cache):
         _commit_kernel[grid](
             cache, source, target, move_start, pages,
-            KV_HEADS=kv_heads, PAGE=page, HEAD_DIM=head_dim, DIMS=dims, MOVES=max(1, 4096 // dims), num_warps=4,
+            KV_HEADS=kv_heads, PAGE=page, HEAD_DIM=head_dim, DIMS=dims, MOVES=max(1, 1024 // dims), num_warps=4,
         )  # fmt: skip
 
 
