@@ -14,278 +14,232 @@ Each row sees the prefix and its own ancestors in the tail (itself included), so
 """
 
 # Kernels take pointers and sizes by position, and Triton gives them no Python types.
+# Kernels take pointers and sizes by position, and Triton gives them no Python types.
 # ruff: noqa: PLR0912, PLR0915
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from draftwood.kernels.tree_attention_reference import AttentionBatch, tree_attention_reference
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # macOS has no Triton; the reference serves there
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda plain: plain))
 
+__all__ = [
+    "AttentionBatch",
+    "LaunchPlan",
+    "plan_invariant",
+    "plan_launch",
+    "tree_attention",
+    "tree_attention_reference",
+    "tree_attention_triton",
+]
 
-@dataclass(frozen=True)
-class AttentionBatch:
-    """What one forward needs to know about its rows. All tensors live on the device of the cache."""
+SMALLEST_CHUNK = 256
+"""Keys; a smaller chunk costs more in partial results than a program of its own gains."""
 
-    row_start: Tensor  # int32 [requests + 1]
-    context: Tensor  # int32 [requests], tokens
-    keys: Tensor  # int32 [requests], tokens: context and tail together
-    words: Tensor  # int32 [rows, words], mask bits from `base` on
-    block_table: Tensor  # int32 [requests, pages], page ids; at least one column more than any request uses
-    position: Tensor  # int32 [rows], position of the row's token
-    tail_position: Tensor  # int32 [requests, 32 * words], position of the token in slot base + j
-    page_id: Tensor  # int64 [rows], page that the row's key and value are written to
-    page_offset: Tensor  # int64 [rows], offset in that page
+MERGED_CHUNKS = 16
+"""Most chunks that a merging program adds up at once, for so many rows that it loads MERGED_VALUES in all."""
 
-    @cached_property
-    def host(self) -> HostLists:
-        """The per-request numbers as Python lists; for the reference only, as it synchronises."""
-        return HostLists(self.row_start.tolist(), self.context.tolist(), self.keys.tolist())
+MERGED_VALUES = 8192
 
-    @cached_property
-    def reference_plans(self) -> dict[tuple[int, int, int, int, torch.dtype], list[ReferenceGroup]]:
-        """Plans of the reference, made once a forward and shared by all layers of the same geometry."""
-        return {}
-
-
-@dataclass(frozen=True)
-class HostLists:
-    row_start: list[int]
-    context: list[int]
-    keys: list[int]
-
-
-@dataclass(frozen=True)
-class ReferenceGroup:
-    """Requests that the reference computes together: as many pages each, rows padded to the longest."""
-
-    requests: int
-    rows: Tensor  # int64 [requests * n], row of the batch; padding repeats the request's first row
-    real: Tensor | None  # int64, places in `rows` that are no padding; None: all
-    blocks: Tensor  # int64 [requests * kv_heads * pages], (page, head) blocks of the cache
-    keys: int  # keys of the longest request
-    stale: Tensor | None  # bool [requests, 1, keys, 1], slots beyond the request's own keys; None: no such
-    mask: Tensor | None  # additive [requests, 1, group * n, keys]; None: every row sees every key
-
-
-MOST_PADDED_ROWS = 32
-"""Requests with more rows (prefill) are computed one by one."""
-
-
-def tree_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Plain torch tree attention, a few requests of about the same length at a time.
-
-    query [rows, q_heads, head_dim]; key_cache, value_cache [pages, kv_heads, PAGE, head_dim]; ``scale`` multiplies
-    the scores; ``window`` > 0 lets a row see keys at positions > its own - window only; ``softcap`` > 0 squashes
-    scores to softcap * tanh(score / softcap); ``sinks`` [q_heads] are logits that take part in the softmax and carry
-    no value. Returns [rows, q_heads, head_dim] in the dtype of ``query``.
-    """
-    _, q_heads, head_dim = query.shape
-    kv_heads, page = key_cache.shape[1:3]
-    heads = q_heads // kv_heads
-    key = (page, kv_heads, heads, window, query.dtype)
-    if key not in batch.reference_plans:
-        batch.reference_plans[key] = _plan_groups(batch, page, kv_heads, heads, window, query.dtype)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    out[batch.host.row_start[-1] :] = 0
-    for group in batch.reference_plans[key]:
-        k, v = (_gather(cache, group) for cache in (key_cache, value_cache))
-        q = query.index_select(0, group.rows).view(group.requests, -1, kv_heads, heads, head_dim)
-        q = q.permute(0, 2, 3, 1, 4).reshape(group.requests, kv_heads, -1, head_dim)
-        if softcap or sinks is not None:
-            o = _explicit(q, k, v, group.mask, scale, softcap, sinks)
-        else:
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
-        o = o.view(group.requests, kv_heads, heads, -1, head_dim).permute(0, 3, 1, 2, 4).reshape(-1, q_heads, head_dim)
-        if group.real is None:
-            out.index_copy_(0, group.rows, o)
-        else:
-            out.index_copy_(0, group.rows[group.real], o[group.real])
-    return out
-
-
-def _gather(cache: Tensor, group: ReferenceGroup) -> Tensor:
-    """Keys or values [requests, kv_heads, keys, head_dim]; one index_select, as (page, head) blocks are whole."""
-    pages, kv_heads, _, head_dim = cache.shape
-    picked = cache.view(pages * kv_heads, -1).index_select(0, group.blocks)
-    picked = picked.view(group.requests, kv_heads, -1, head_dim)[:, :, : group.keys]
-    # What other sessions left in the last page may not be finite, and 0 * NaN is NaN.
-    return picked if group.stale is None else picked.masked_fill_(group.stale, 0)
-
-
-def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    """Attention over q [requests, kv_heads, group * n, head_dim] with a soft cap or sinks."""
-    scores = (q @ k.transpose(2, 3)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        each = scores.shape[2] * k.shape[1] // len(sinks)
-        sink = sinks.to(scores.dtype).view(1, k.shape[1], -1, 1).expand(len(scores), -1, -1, each)
-        scores = torch.cat([scores, sink.reshape(*scores.shape[:3], 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1)
-    return weights[..., : k.shape[2]] @ v
-
-
-def _plan_groups(
-    batch: AttentionBatch, page: int, kv_heads: int, heads: int, window: int, dtype: torch.dtype
-) -> list[ReferenceGroup]:
-    host = batch.host
-    counts = [end - begin for begin, end in zip(host.row_start, host.row_start[1:], strict=False)]
-    alike: dict[tuple[int, int], list[int]] = {}
-    for r, n in enumerate(counts):
-        if n:
-            alike.setdefault((-(-host.keys[r] // page), -1 if n <= MOST_PADDED_ROWS else r), []).append(r)
-    return [_plan_group(batch, members, page, kv_heads, heads, window, dtype) for members in alike.values()]
-
-
-def _plan_group(
-    batch: AttentionBatch, members: list[int], page: int, kv_heads: int, heads: int, window: int, dtype: torch.dtype
-) -> ReferenceGroup:
-    host, device = batch.host, batch.words.device
-    first = torch.tensor([host.row_start[r] for r in members], device=device).unsqueeze(1)
-    counts = torch.tensor([host.row_start[r + 1] - host.row_start[r] for r in members], device=device).unsqueeze(1)
-    lengths = torch.tensor([host.keys[r] for r in members], device=device)
-    n, keys = int(counts.max()), int(lengths.max())
-    place = torch.arange(n, device=device).expand(len(members), n)
-    rows = torch.where(place < counts, first + place, first).flatten()
-    real = None if bool((counts == n).all()) else (place < counts).flatten().nonzero().squeeze(1)
-    table = batch.block_table[members, : -(-keys // page)].long()
-    blocks = table.unsqueeze(1) * kv_heads + torch.arange(kv_heads, device=device).view(1, -1, 1)
-    stale = torch.arange(keys, device=device) >= lengths.unsqueeze(1)
-    visible = torch.stack([_visible(batch, r, n, keys, page, window) for r in members])
-    mask = None
-    if not bool(visible.all()):
-        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-        mask = mask.unsqueeze(1).expand(-1, heads, -1, -1).reshape(len(members), 1, heads * n, keys)
-    return ReferenceGroup(
-        len(members), rows, real, blocks.flatten(), keys, stale[:, None, :, None] if bool(stale.any()) else None, mask
-    )
-
-
-def _visible(batch: AttentionBatch, r: int, n: int, keys: int, page: int, window: int) -> Tensor:
-    """What the rows of one request see, bool [n, keys]; padding rows see what the first row sees."""
-    host = batch.host
-    begin, end, own = host.row_start[r], host.row_start[r + 1], host.keys[r]
-    base = host.context[r] // page * page
-    words = batch.words[begin:end]
-    bits = (words.unsqueeze(2) >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
-    prefix = torch.ones(end - begin, base, dtype=torch.bool, device=words.device)
-    visible = torch.cat([prefix, bits.flatten(1).bool()], 1)[:, :own]
-    if window:
-        at = torch.arange(own, device=words.device, dtype=torch.int32)
-        at[base:] = batch.tail_position[r, : own - base]
-        visible = visible & (at.unsqueeze(0) > batch.position[begin:end].unsqueeze(1) - window)
-    padded = F.pad(visible, (0, keys - own))
-    return torch.cat([padded, padded[:1].expand(n - len(padded), -1)])
+INVARIANT_CHUNK = 1024
+"""Keys of every chunk where results must not depend on the batch."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     """How a launch is cut into programs. It follows from shapes and the device alone, so a captured graph stays right
-    when the lengths change; what depends on the lengths is decided on the device."""
+    when the lengths change; the chunks depend on the lengths and are chosen on the device."""
 
     row_tile: int  # packed rows (node x group) of one program, a power of two >= 16
     key_tile: int  # keys of one iteration over the prefix, a power of two >= 16 that divides PAGE
-    splits: int  # most key chunks of a request
-    min_chunk: int  # pages, smallest chunk worth a program of its own
     warps: int
     stages: int
+    slots: int  # programs that the device holds at a time; requests are cut so as to fill them once
+    min_chunk: int  # pages, smallest chunk
+    fixed_chunk: int = 0  # pages of every chunk; 0: chosen from the lengths of the whole batch
+    descriptors: bool = False  # tiles of the prefix are loaded through tensor descriptors (Hopper and later)
+
+
+@dataclass(frozen=True)
+class _Device:
+    """What a plan needs to know about a GPU, for one dtype of queries."""
+
+    multiprocessors: int
+    shared_bytes: int  # of a program
+    tensor_cores: bool
+    hopper: bool
 
 
 def plan_launch(query: Tensor, key_cache: Tensor, batch: AttentionBatch) -> LaunchPlan:
-    """Plan from shapes: mean packed rows per request give the row tile, idle multiprocessors give the splits."""
-    rows, q_heads, head_dim = query.shape
-    _, kv_heads, page, _ = key_cache.shape
-    requests, columns = batch.block_table.shape
-    packed, key_bytes = rows * (q_heads // kv_heads), 2 * head_dim * query.element_size()
-    processors, shared_bytes, tensor_cores = _device_traits(query)
-    row_tile = _row_tile(-(-packed // requests), head_dim) if tensor_cores else 16
+    """Plan from shapes. Mean rows per request give the row tile, which decides everything else.
+
+    Measured on an H200 (`docs/kernels.md`): 16 rows win where every request has a plain row; from a few nodes on 64
+    rows do, as wgmma starts there and two programs share a multiprocessor; 128 rows never win. Where all rows fit one
+    tile and there are few requests, these are cut into so many chunks that half as many, one program to a
+    multiprocessor, read no slower and are merged faster. With ``requests`` rounded up for a captured graph a request
+    may have more rows than the mean says, which costs time, nothing else.
+    """
+    rows, q_heads, _ = query.shape
+    kv_heads, requests = key_cache.shape[1], batch.block_table.shape[0]
+    group, device = q_heads // kv_heads, _device(query)
+    if not device.tensor_cores or (rows <= requests and group <= 16):
+        row_tile = 16
+    elif device.hopper:
+        row_tile = 64
+    else:
+        row_tile = 32 if rows * group <= 32 * requests else 64
+    few = rows * group <= row_tile and 4 * requests * kv_heads <= device.multiprocessors
+    alone = device.hopper and row_tile == 64 and few
+    return _plan(query, key_cache, row_tile, device, alone=alone)
+
+
+def plan_invariant(query: Tensor, key_cache: Tensor) -> LaunchPlan:
+    """A plan with which a row's result is the same bit for bit whatever else is in the batch: its tiles, chunks and
+    order of sums follow from the model's geometry and the row's own context."""
+    plan = _plan(query, key_cache, 16, _device(query))
+    return replace(plan, fixed_chunk=-(-INVARIANT_CHUNK // key_cache.shape[2]))
+
+
+def _plan(query: Tensor, key_cache: Tensor, row_tile: int, device: _Device, *, alone: bool = False) -> LaunchPlan:
+    """``alone``: one program to a multiprocessor, which loads further ahead."""
+    page, head_dim = key_cache.shape[2:]
+    dims, item_bytes = 1 << (head_dim - 1).bit_length(), key_cache.element_size()
     # A tile of keys, and one of values, must fit registers: more of them where tensor cores do the work.
-    key_tile = min(page, 1 << ((8192 if tensor_cores else 4096) // head_dim).bit_length() - 1)
-    programs = max(requests, -(-packed // row_tile)) * kv_heads
-    min_chunk = -(-256 // page)
+    key_tile = min(page, max(16, (8192 if device.tensor_cores else 4096) // dims))
+    warps = 8 if (row_tile > 16 and dims > 128) or (dims > 64 and not device.tensor_cores) else 4
+    query_bytes, tile_bytes = row_tile * dims * query.element_size(), 2 * key_tile * dims * item_bytes
+    stages = max(1, min(4 if alone else 3, (device.shared_bytes - query_bytes) // tile_bytes))
+    buffers = stages if row_tile >= 64 else max(1, stages - 1)  # mma.sync keeps one tile in registers
+    by_shared = device.shared_bytes // (query_bytes + buffers * tile_bytes)
+    by_registers = (3 if row_tile == 16 else 2) * 4 // warps
     return LaunchPlan(
         row_tile=row_tile,
         key_tile=key_tile,
-        splits=min(-(-2 * processors // programs), -(-columns // min_chunk), 32),
-        min_chunk=min_chunk,
-        warps=8 if row_tile * head_dim >= 16384 or (head_dim > 64 and not tensor_cores) else 4,
-        stages=max(1, min(3, (shared_bytes - row_tile * key_bytes // 2) // (key_tile * key_bytes))),
+        warps=warps,
+        stages=stages,
+        slots=device.multiprocessors * (1 if alone else max(1, min(by_shared, by_registers))),
+        min_chunk=-(-SMALLEST_CHUNK // page),
+        descriptors=device.hopper and device.tensor_cores and item_bytes == 2,
     )
 
 
-def _row_tile(packed: int, head_dim: int) -> int:
-    """Smallest tile that holds a mean request, as far as registers allow."""
-    widest = 128 if head_dim <= 128 and packed >= 256 else 64
-    return next((tile for tile in (16, 32, 64) if packed <= tile), widest)
-
-
-def _device_traits(query: Tensor) -> tuple[int, int, bool]:
-    """Multiprocessors, shared memory of a program in bytes, tensor cores for this dtype (Triton: from Ampere on)."""
-    wide = query.element_size() > 2
+def _device(query: Tensor) -> _Device:
+    """Triton uses tensor cores from Ampere on, for dtypes of two bytes."""
+    narrow = query.element_size() <= 2
     if not query.is_cuda:
-        return 1, 65536, not wide
-    device = torch.cuda.get_device_properties(query.device)
-    shared_bytes = getattr(device, "shared_memory_per_block_optin", device.shared_memory_per_block)
-    return device.multi_processor_count, shared_bytes, device.major >= 8 and not wide
+        return _Device(multiprocessors=4, shared_bytes=65536, tensor_cores=narrow, hopper=False)
+    found = torch.cuda.get_device_properties(query.device)
+    shared_bytes = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return _Device(found.multi_processor_count, shared_bytes, found.major >= 8 and narrow, found.major >= 9)
 
 
 @triton.jit
-def _locate(row_start, tile, rows, requests, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Request of a row tile, the tile's first packed row in it, the request's first row and its packed row count.
-
-    Tiles of request r start at ``row_start[r] * GROUP // TILE + r``: rising, and always enough for its rows. The
-    request after the last stands for the padding rows.
-    """
-    low = 0
-    high = requests
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(row_start + middle) * GROUP // TILE + middle <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    begin = tl.load(row_start + low)
-    end = tl.load(row_start + low + 1, mask=low < requests, other=0)
-    end = tl.where(low < requests, end, rows)
-    return low, (tile - begin * GROUP // TILE - low) * TILE, begin, (end - begin) * GROUP
-
-
-@triton.jit
-def _chunks(context, window, PAGE: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, WINDOW: tl.constexpr):
-    """First prefix page that any row can see, end of the full prefix pages, pages per chunk, chunks (at least one)."""
+def _size(context, keys, window, PAGE: tl.constexpr, WINDOW: tl.constexpr):
+    """First prefix page that any row can see, end of the full prefix pages, pages that the tail weighs."""
     stop = context // PAGE
-    first = 0
+    first = context * 0
     if WINDOW:
-        first = tl.maximum(context - window + 1, 0) // PAGE
-        first = tl.minimum(first, stop)
-    size = tl.maximum(tl.cdiv(stop - first, SPLITS), MIN_CHUNK)
-    return first, stop, size, tl.maximum(tl.cdiv(stop - first, size), 1)
+        first = tl.minimum(tl.maximum(context - window + 1, 0) // PAGE, stop)
+    return first, stop, tl.cdiv(keys - stop * PAGE, PAGE)
+
+
+@triton.jit
+def _chunk_count(pages, tail_pages, chunk):
+    """Chunks of a request: the last takes the tail, which counts as at most one chunk's pages."""
+    return tl.maximum(tl.cdiv(pages + tl.minimum(tail_pages, chunk), chunk), 1)
+
+
+@triton.jit
+def _choose_chunk(
+    tiles,
+    pages,
+    tail_pages,
+    kv_heads,
+    slots,
+    places,
+    MIN_CHUNK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    """Pages of a chunk, from the work of the whole batch: the cut of the longest request that ends soonest when
+    ``slots`` programs run at a time and starting one costs as much as two pages; no more than ``places`` items."""
+    j = tl.arange(0, CANDIDATES)
+    cuts = tl.where(j < 4, j + 1, (4 + j % 4) << tl.maximum(j // 4 - 1, 0))  # 1 2 3 4 4 5 6 7 8 10 12 14 16 20...
+    longest = tl.max(tl.where(tiles > 0, pages + tl.minimum(tail_pages, 4), 0), 0)
+    chunk = tl.where(j == 0, 1 << 20, tl.maximum(tl.cdiv(longest, cuts), MIN_CHUNK))
+    count = _chunk_count(pages[:, None], tail_pages[:, None], chunk[None, :])
+    total = tl.sum(tiles[:, None] * count, 0)
+    waves = tl.cdiv(total * kv_heads, slots)
+    cost = tl.minimum(waves * (tl.minimum(chunk, longest) + 2), 1 << 25) * 32 + j
+    cost = tl.where((total > places) & (j > 0), 2147483647, cost)
+    best = tl.min(cost, 0) % 32
+    return tl.sum(tl.where(j == best, chunk, 0), 0)
+
+
+@triton.jit
+def _assign(
+    item,
+    row_start,
+    context,
+    key_count,
+    rows,
+    requests,
+    window,
+    kv_heads,
+    slots,
+    places,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    FIXED_CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Request, row tile, key/value head and chunk of a program, pages of a chunk, chunks of the request, and the tile's
+    first place in its head's partial results. Items run over requests, chunks, heads and tiles (fastest: tiles that
+    share keys run together); the request after the last one stands for the padding rows, or no work at all."""
+    r = tl.arange(0, REQUESTS)
+    real = r < requests
+    begin = tl.load(row_start + r, mask=real, other=0)
+    end = tl.load(row_start + r + 1, mask=real, other=0)
+    prefix = tl.load(context + r, mask=real, other=0)
+    keys = tl.load(key_count + r, mask=real, other=0)
+    first, stop, tail_pages = _size(prefix, keys, window, PAGE, WINDOW)
+    tiles = tl.cdiv((end - begin) * GROUP, ROW_TILE)
+    padding = tl.cdiv((rows - tl.load(row_start + requests)) * GROUP, ROW_TILE)
+    if FIXED_CHUNK:
+        chunk_pages = FIXED_CHUNK
+    else:
+        chunk_pages = _choose_chunk(
+            tiles, stop - first, tail_pages, kv_heads, slots, places - padding, MIN_CHUNK, CANDIDATES
+        )  # fmt: skip
+    chunks = _chunk_count(stop - first, tail_pages, chunk_pages)
+    ends = tl.cumsum(tiles * chunks * kv_heads, 0)
+    before = (ends <= item) & real
+    request = tl.sum(before.to(tl.int32), 0)
+    local = item - tl.max(tl.where(before, ends, 0), 0)
+    split = tl.sum(tl.where(before & (chunks > 1), tiles * chunks, 0), 0)
+    here = r == request
+    own_chunks = tl.sum(tl.where(here, chunks, 0), 0)
+    own_tiles = tl.sum(tl.where(here, tiles, 0), 0)
+    own_tiles = tl.where(request < requests, own_tiles, tl.maximum(padding, 1))
+    tile, rest = local % own_tiles, local // own_tiles
+    kv_head, chunk = rest % kv_heads, rest // kv_heads
+    return request, tile, kv_head, chunk, chunk_pages, own_chunks, split + tile * own_chunks
 
 
 @triton.jit
@@ -301,62 +255,84 @@ def _tail_end(words, row, valid, word_count):
 
 
 @triton.jit
+def _widen(x, dtype: tl.constexpr):
+    """e4m3 bytes as float16 of 1 / 256 of their value, for any GPU: both formats share sign and exponent order."""
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _load_keys(block, inside, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr):
+    """A tile of keys [TILE, DIMS] that starts at pointer ``block``."""
+    at = tl.arange(0, TILE)
+    dim = tl.arange(0, DIMS)
+    where = block + at[:, None] * HEAD_DIM + dim[None, :]
+    if PARTIAL:
+        x = tl.load(where, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0)
+    elif DIMS != HEAD_DIM:
+        x = tl.load(where, mask=(dim < HEAD_DIM)[None, :], other=0)
+    else:
+        x = tl.load(where)
+    return x
+
+
+@triton.jit
+def _load_tile(
+    cache, blocks, slot, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, DESCRIPTORS: tl.constexpr
+):
+    """Keys or values [TILE, DIMS] from ``slot`` on, all of them in use."""
+    if DESCRIPTORS:
+        x = blocks.load([slot, 0])
+    else:
+        x = _load_keys(cache + slot.to(tl.int64) * HEAD_DIM, None, HEAD_DIM, DIMS, TILE, False)
+    return x
+
+
+@triton.jit
 def _attend(
     q,  # [rows, dims]
+    k,  # [keys, dims]
+    v,  # [keys, dims]
     best,  # fp32 [rows], highest score so far, log2 domain
     total,  # fp32 [rows], sum of 2 ** (score - best)
     acc,  # fp32 [rows, dims]
-    key_block,  # first element of the tile's keys
-    value_block,
     visible,  # bool [rows, keys]; read if MASKED
-    inside,  # bool [keys], slots that hold a key; read if PARTIAL
     scale,
     cap,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    TILE: tl.constexpr,
     MASKED: tl.constexpr,
-    PARTIAL: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """One step of the online softmax over a tile of keys."""
-    at = tl.arange(0, TILE)
-    dim = tl.arange(0, DIMS)
-    k_at = key_block + at[None, :] * HEAD_DIM + dim[:, None]
-    v_at = value_block + at[:, None] * HEAD_DIM + dim[None, :]
-    if PARTIAL:
-        k = tl.load(k_at, mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-        v = tl.load(v_at, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    elif DIMS != HEAD_DIM:
-        k = tl.load(k_at, mask=(dim < HEAD_DIM)[:, None], other=0.0)
-        v = tl.load(v_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    else:
-        k = tl.load(k_at)
-        v = tl.load(v_at)
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(_widen(k, q.dtype)), input_precision="ieee")
     if SOFTCAP:
-        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))
+        scale = 1.0
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.maximum(best, tl.max(scores, 1))
+    highest = tl.maximum(best, tl.max(scores, 1) * scale)
     shift = highest
     if MASKED:  # a row that has seen no key yet must not compute -inf minus -inf
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores * scale - shift[:, None])
     fade = tl.exp2(best - shift)
     total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    acc = tl.dot(weights.to(q.dtype), _widen(v, q.dtype), acc * fade[:, None], input_precision="ieee")
     return highest, total, acc
 
 
-@triton.jit(do_not_specialize=["rows", "requests", "word_count", "columns", "window"])
+@triton.jit(do_not_specialize=["rows", "requests", "word_count", "columns", "window", "slots", "places"])
 def _tree_attention_kernel(
     query,
     key_cache,
     value_cache,
+    key_blocks,  # tensor descriptor over all keys [slots, head_dim] if DESCRIPTORS
+    value_blocks,
     out,
-    partial,  # fp32 [splits, rows, q_heads, head_dim], normalised
-    partial_log,  # fp32 [splits, rows, q_heads], log2 of the softmax sum
+    partial,  # fp32 [kv_heads, places, ROW_TILE, head_dim], normalised
+    partial_log,  # fp32 [kv_heads, places, ROW_TILE], log2 of the softmax sum
+    merge_from,  # int32 [rows * GROUP, 2], first partial row and number of partial rows, ROW_TILE apart
     row_start,
     context,
     key_count,
@@ -372,52 +348,68 @@ def _tree_attention_kernel(
     query_row_stride,
     query_head_stride,
     scale,
+    value_scale,
     cap,
     window,
+    slots,
+    places,
     GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     PAGE: tl.constexpr,
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
-    LONG_TAIL: tl.constexpr,
+    FIXED_CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    EARLY: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """One program: a tile of packed rows, a key/value head, a chunk of the prefix; the last chunk takes the tail."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    chunk = tl.program_id(2)
-    kv_heads = tl.num_programs(1)
-    request, first_row, begin, packed_rows = _locate(row_start, tile, rows, requests, GROUP, ROW_TILE)
-    if first_row >= packed_rows:
+    if EARLY:  # the merging programs may take places as soon as none of ours waits for one; they wait for our end
+        tl.extra.cuda.gdc_launch_dependents()
+    request, tile, kv_head, chunk, chunk_pages, chunks, place = _assign(
+        tl.program_id(0), row_start, context, key_count, rows, requests, window, KV_HEADS, slots, places,
+        GROUP, PAGE, ROW_TILE, REQUESTS, CANDIDATES, MIN_CHUNK, FIXED_CHUNK, WINDOW,
+    )  # fmt: skip
+    begin = tl.load(row_start + request)
+    end = tl.load(row_start + request + 1, mask=request < requests, other=rows)
+    packed_rows = (end - begin) * GROUP
+    packed = tile * ROW_TILE + tl.arange(0, ROW_TILE)
+    if (tile * ROW_TILE >= packed_rows) | ((request == requests) & (chunk > 0)):
         return
-    packed = first_row + tl.arange(0, ROW_TILE)
     valid = packed < packed_rows
     row = (begin + packed // GROUP).to(tl.int64)
     head = kv_head * GROUP + packed % GROUP
     dim = tl.arange(0, DIMS)
     filled = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    out_at = (row * (kv_heads * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
+    out_at = (row * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
+    if SPLIT:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if (kv_head == 0) & (chunk == 0):
+            at_merge = merge_from + 2 * (row * GROUP + packed % GROUP)
+            tl.store(at_merge, place * ROW_TILE + tl.arange(0, ROW_TILE), mask=valid)
+            tl.store(at_merge + 1, tl.where(request == requests, 1, chunks) + tl.zeros_like(packed), mask=valid)
     if request == requests:
-        if chunk == 0:
-            tl.store(out + out_at, tl.zeros([ROW_TILE, DIMS], out.dtype.element_ty), mask=filled)
+        tl.store(out + out_at, tl.zeros([ROW_TILE, DIMS], out.dtype.element_ty), mask=filled)
         return
-    prefix = tl.load(context + request)
-    first_page, stop_page, chunk_pages, chunks = _chunks(prefix, window, PAGE, SPLITS, MIN_CHUNK, WINDOW)
-    if chunk >= chunks:
-        return
+    keys = tl.load(key_count + request)
+    first_page, stop_page, _ = _size(tl.load(context + request), keys, window, PAGE, WINDOW)
 
     q_at = row[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :]
     q = tl.load(query + q_at, mask=filled, other=0.0)
+    if key_cache.dtype.element_ty == tl.uint8:
+        q = q.to(tl.float16)
     best = tl.full([ROW_TILE], float("-inf"), tl.float32)
     total = tl.zeros([ROW_TILE], tl.float32)
     acc = tl.zeros([ROW_TILE, DIMS], tl.float32)
-    if SINKS:  # noqa: SIM102 (one is known when compiling, the other is not)
+    if SINKS:  # noqa: SIM102 (as above)
         if chunk == 0:
             best = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
             total = tl.full([ROW_TILE], 1.0, tl.float32)
@@ -428,32 +420,29 @@ def _tree_attention_kernel(
     block = PAGE * HEAD_DIM
 
     tiles: tl.constexpr = PAGE // KEY_TILE
-    start = (first_page + chunk * chunk_pages) * tiles
+    start = tl.minimum(first_page + chunk * chunk_pages, stop_page) * tiles
     stop = tl.minimum(first_page + (chunk + 1) * chunk_pages, stop_page) * tiles
     at = tl.arange(0, KEY_TILE)
     page_id = tl.load(table + start // tiles)
     for step in range(start, stop):
         # Carried, so that the loads of keys and values do not wait for the load of their page id.
         next_id = tl.load(table + (step + 1) // tiles)
-        offset = (page_id.to(tl.int64) * kv_heads + kv_head) * block + step % tiles * KEY_TILE * HEAD_DIM
+        slot = (page_id * KV_HEADS + kv_head) * PAGE + step % tiles * KEY_TILE
+        k = _load_tile(key_cache, key_blocks, slot, HEAD_DIM, DIMS, KEY_TILE, DESCRIPTORS)
+        v = _load_tile(value_cache, value_blocks, slot, HEAD_DIM, DIMS, KEY_TILE, DESCRIPTORS)
         visible = (step * KEY_TILE + at)[None, :] > (here - window)[:, None]
-        best, total, acc = _attend(
-            q, best, total, acc, key_cache + offset, value_cache + offset, visible, at < KEY_TILE, scale, cap,
-            HEAD_DIM, DIMS, KEY_TILE, WINDOW, False, SOFTCAP,
-        )  # fmt: skip
+        best, total, acc = _attend(q, k, v, best, total, acc, visible, scale, cap, WINDOW, SOFTCAP)
         page_id = next_id
 
     base = stop_page * PAGE
-    keys = tl.load(key_count + request)
-    end = keys
-    if LONG_TAIL:
-        end = tl.minimum(keys, base + 32 * _tail_end(words, row, valid, word_count))
-    end = tl.where(chunk == chunks - 1, end, base)
+    end = tl.where(chunk == chunks - 1, keys, base)
+    if end - base > 64:
+        end = tl.minimum(end, base + 32 * _tail_end(words, row, valid, word_count))
     at_tail = tl.arange(0, TAIL_TILE)
     page_id = tl.load(table + stop_page)
     for slot in range(base, end, TAIL_TILE):
         next_id = tl.load(table + (slot + TAIL_TILE) // PAGE)
-        offset = (page_id.to(tl.int64) * kv_heads + kv_head) * block + slot % PAGE * HEAD_DIM
+        offset = (page_id.to(tl.int64) * KV_HEADS + kv_head) * block + slot % PAGE * HEAD_DIM
         inside = slot + at_tail < keys
         word = tl.load(words + row * word_count + (slot - base) // 32, mask=valid, other=0)
         visible = ((word[:, None] >> ((slot - base) % 32 + at_tail)[None, :]) & 1) != 0
@@ -461,77 +450,81 @@ def _tree_attention_kernel(
             there_at = request.to(tl.int64) * (32 * word_count) + slot - base + at_tail
             there = tl.load(tail_position + there_at, mask=inside, other=0)
             visible = visible & (there[None, :] > (here - window)[:, None])
-        best, total, acc = _attend(
-            q, best, total, acc, key_cache + offset, value_cache + offset, visible, inside, scale, cap,
-            HEAD_DIM, DIMS, TAIL_TILE, True, True, SOFTCAP,
-        )  # fmt: skip
+        k = _load_keys(key_cache + offset, inside, HEAD_DIM, DIMS, TAIL_TILE, True)
+        v = _load_keys(value_cache + offset, inside, HEAD_DIM, DIMS, TAIL_TILE, True)
+        best, total, acc = _attend(q, k, v, best, total, acc, visible, scale, cap, True, SOFTCAP)
         page_id = next_id
 
     total = tl.where(total > 0.0, total, 1.0)  # a chunk in which a row sees no key has best = -inf
-    normal = acc / total[:, None]
-    if SPLITS == 1:  # noqa: SIM114 (as above)
-        tl.store(out + out_at, normal.to(out.dtype.element_ty), mask=filled)
-    elif chunks == 1:
-        tl.store(out + out_at, normal.to(out.dtype.element_ty), mask=filled)
+    normal = acc * (value_scale / total)[:, None]
+    row = (tl.load(row_start + request) + packed // GROUP).to(tl.int64)  # again, not kept in registers all the time
+    filled = (packed < packed_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    out_at = (row * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
+    if SPLIT:
+        if chunks > 1:
+            at_partial = (kv_head.to(tl.int64) * places + place + chunk) * ROW_TILE + tl.arange(0, ROW_TILE)
+            tl.store(partial + at_partial[:, None] * HEAD_DIM + dim[None, :], normal, mask=filled)
+            tl.store(partial_log + at_partial, best + tl.log2(total), mask=valid)
+        else:
+            tl.store(out + out_at, normal.to(out.dtype.element_ty), mask=filled)
     else:
-        log_at = (chunk.to(tl.int64) * rows + row) * (kv_heads * GROUP) + head
-        tl.store(partial + log_at[:, None] * HEAD_DIM + dim[None, :], normal, mask=filled)
-        tl.store(partial_log + log_at, best + tl.log2(total), mask=valid)
+        tl.store(out + out_at, normal.to(out.dtype.element_ty), mask=filled)
 
 
-@triton.jit(do_not_specialize=["rows", "requests", "window"])
+@triton.jit(do_not_specialize=["packed_rows", "places"])
 def _merge_kernel(
     out,
     partial,
     partial_log,
-    row_start,
-    context,
-    rows,
-    requests,
-    window,
+    merge_from,
+    packed_rows,
+    places,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
-    PAGE: tl.constexpr,
     ROW_TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    WINDOW: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Add up the chunks of a few packed rows, each weighted by its softmax sum."""
+    """Add up the chunks of a few packed rows, each weighted by its softmax sum, CHUNKS at a time."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(1)
-    q_heads = tl.num_programs(1) * GROUP
-    request, first_row, begin, packed_rows = _locate(row_start, tl.program_id(0), rows, requests, GROUP, ROW_TILE)
-    if (request == requests) | (first_row >= packed_rows):
+    kv_heads = tl.num_programs(1)
+    packed = tl.program_id(0) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    inside = packed < packed_rows
+    first = tl.load(merge_from + 2 * packed, mask=inside, other=0)
+    chunks = tl.load(merge_from + 2 * packed + 1, mask=inside, other=1)
+    most = tl.max(chunks, 0)
+    if most == 1:
         return
-    _, _, _, chunks = _chunks(tl.load(context + request), window, PAGE, SPLITS, MIN_CHUNK, WINDOW)
-    if chunks == 1:
-        return
-    packed = first_row + tl.arange(0, ROW_TILE)
-    valid = packed < packed_rows
     dim = tl.arange(0, DIMS)
-    filled = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    at = (begin + packed // GROUP).to(tl.int64) * q_heads + kv_head * GROUP + packed % GROUP
-    best = tl.full([ROW_TILE], float("-inf"), tl.float32)
-    total = tl.zeros([ROW_TILE], tl.float32)
-    acc = tl.zeros([ROW_TILE, DIMS], tl.float32)
-    for chunk in range(chunks):
-        log_at = at + (chunk * q_heads).to(tl.int64) * rows
-        log = tl.load(partial_log + log_at, mask=valid, other=float("-inf"))
-        values = tl.load(partial + log_at[:, None] * HEAD_DIM + dim[None, :], mask=filled, other=0.0)
-        highest = tl.maximum(best, log)
+    each = tl.arange(0, CHUNKS)
+    best = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([MERGE_ROWS], tl.float32)
+    acc = tl.zeros([MERGE_ROWS, DIMS], tl.float32)
+    for chunk in range(0, most, CHUNKS):
+        there = chunk + each[None, :] < chunks[:, None]
+        at = kv_head.to(tl.int64) * places * ROW_TILE + first[:, None] + (chunk + each[None, :]) * ROW_TILE
+        log = tl.load(partial_log + at, mask=there, other=float("-inf"))
+        filled = there[:, :, None] & (dim < HEAD_DIM)[None, None, :]
+        values = tl.load(partial + at[:, :, None] * HEAD_DIM + dim[None, None, :], mask=filled, other=0.0)
+        highest = tl.maximum(best, tl.max(log, 1))
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(log - shift)
+        weight = tl.exp2(log - shift[:, None])
         fade = tl.exp2(best - shift)
-        total = total * fade + weight
-        acc = acc * fade[:, None] + weight[:, None] * values
+        total = total * fade + tl.sum(weight, 1)
+        acc = acc * fade[:, None] + tl.sum(weight[:, :, None] * values, 1)
         best = highest
     normal = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    tl.store(out + at[:, None] * HEAD_DIM + dim[None, :], normal.to(out.dtype.element_ty), mask=filled)
+    row = (packed // GROUP * (kv_heads * GROUP) + kv_head * GROUP + packed % GROUP).to(tl.int64)
+    filled = (chunks > 1)[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], normal.to(out.dtype.element_ty), mask=filled)
 
 
-MERGE_ROWS = 4
 LOG2_E = 1.4426950408889634
+MOST_CANDIDATES = 32
 
 
 def tree_attention_triton(
@@ -544,48 +537,88 @@ def tree_attention_triton(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
     plan: LaunchPlan | None = None,
 ) -> Tensor:
-    """As ``tree_attention_reference``, in one launch, or two when keys are split. No synchronisation, graph-safe.
+    """As ``tree_attention_reference``, in two launches, or one where no request can be long. No synchronisation,
+    graph-safe.
 
-    The caches are contiguous and of the dtype of ``query``, whose last dimension is contiguous. Every row's position is
-    at least its request's ``context``. Rows after ``row_start[requests]`` are padding and come out as zeros. ``plan``
-    replaces the one made from shapes: for tuning, and to keep the order of sums fixed over batch sizes.
+    The caches are contiguous and of the dtype of ``query`` or float8_e4m3fn; the last dimension of ``query`` is
+    contiguous; ``scale`` is positive. Every row's position is at least its request's ``context``. Rows after
+    ``row_start[requests]`` are padding and come out as zeros. ``plan`` replaces the one made from shapes.
     """
     rows, q_heads, head_dim = query.shape
     _, kv_heads, page, _ = key_cache.shape
-    assert key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(2) == 1
+    assert key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(2) == 1 and scale > 0
     requests, columns = batch.block_table.shape
     plan = plan or plan_launch(query, key_cache, batch)
     group, dims = q_heads // kv_heads, triton.next_power_of_2(head_dim)
-    out = torch.empty((rows, q_heads, head_dim), dtype=query.dtype, device=query.device)
-    scratch = rows if plan.splits > 1 else 0
-    partial = torch.empty((plan.splits, scratch, q_heads, head_dim), dtype=torch.float32, device=query.device)
-    partial_log = torch.empty((plan.splits, scratch, q_heads), dtype=torch.float32, device=query.device)
-    word_count = batch.words.shape[1]
+    if key_cache.element_size() == 1:  # the kernel reads e4m3 as float16 of 1 / 256 of its value
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        key_scale, value_scale = 256.0 * key_scale, 256.0 * value_scale
     # With a soft cap the kernel needs 2 ** (2 * log2(e) * score / softcap) for its tanh.
-    log_scale = LOG2_E * scale * (2.0 / softcap if softcap else 1.0)
-    shared = {
-        "GROUP": group, "HEAD_DIM": head_dim, "DIMS": dims, "PAGE": page,
-        "SPLITS": plan.splits, "MIN_CHUNK": plan.min_chunk, "WINDOW": window > 0,
-    }  # fmt: skip
+    log_scale = LOG2_E * scale * key_scale * (2.0 / softcap if softcap else 1.0)
+    split = columns > (plan.fixed_chunk or plan.min_chunk)
+    items = _most_items(plan, rows * group, requests, columns, kv_heads)
+    places = (kv_heads, items if split else 0, plan.row_tile)
+    out = torch.empty((rows, q_heads, head_dim), dtype=query.dtype, device=query.device)
+    partial = torch.empty((*places, head_dim), dtype=torch.float32, device=query.device)
+    partial_log = torch.empty(places, dtype=torch.float32, device=query.device)
+    merge_from = torch.empty((rows * group if split else 0, 2), dtype=torch.int32, device=query.device)
+    key_blocks, value_blocks = (_blocks(cache, plan) for cache in (key_cache, value_cache))
+    early = query.is_cuda and plan.descriptors  # dependent launch is Hopper's too
+    width = triton.next_power_of_2(requests)
     with torch.cuda.device_of(query):
-        grid = (rows * group // plan.row_tile + requests + 1, kv_heads, plan.splits)
-        _tree_attention_kernel[grid](
-            query, key_cache, value_cache, out, partial, partial_log, batch.row_start, batch.context, batch.keys,
-            batch.words, batch.block_table, batch.position, batch.tail_position, query if sinks is None else sinks,
-            rows, requests, word_count, columns, query.stride(0), query.stride(1), log_scale, LOG2_E * softcap, window,
-            **shared, ROW_TILE=plan.row_tile, KEY_TILE=plan.key_tile, TAIL_TILE=min(32, plan.key_tile),
-            LONG_TAIL=word_count > 8, SOFTCAP=softcap > 0, SINKS=sinks is not None,
-            num_warps=plan.warps, num_stages=plan.stages,
+        _tree_attention_kernel[(items * kv_heads,)](
+            query, key_cache, value_cache, key_blocks, value_blocks, out, partial, partial_log, merge_from,
+            batch.row_start, batch.context, batch.keys, batch.words, batch.block_table, batch.position,
+            batch.tail_position, query if sinks is None else sinks, rows, requests, batch.words.shape[1], columns,
+            query.stride(0), query.stride(1), log_scale, value_scale, LOG2_E * softcap, window, plan.slots, items,
+            GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=dims, PAGE=page, ROW_TILE=plan.row_tile,
+            KEY_TILE=plan.key_tile, TAIL_TILE=min(32, plan.key_tile), REQUESTS=width,
+            CANDIDATES=max(2, min(MOST_CANDIDATES, 2048 // width)), MIN_CHUNK=plan.min_chunk,
+            FIXED_CHUNK=plan.fixed_chunk, SPLIT=split, DESCRIPTORS=plan.descriptors, EARLY=early, WINDOW=window > 0,
+            SOFTCAP=softcap > 0, SINKS=sinks is not None, num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
-        if plan.splits > 1:
-            grid = (rows * group // MERGE_ROWS + requests + 1, kv_heads, 1)
-            _merge_kernel[grid](
-                out, partial, partial_log, batch.row_start, batch.context, rows, requests, window,
-                **shared, ROW_TILE=MERGE_ROWS, num_warps=4,
+        if split:
+            chunk_tile, merge_rows = _merge_tile(plan, rows * group, requests, columns, kv_heads, dims)
+            options: dict[str, Any] = {"launch_pdl": True} if early else {}
+            _merge_kernel[-(-rows * group // merge_rows), kv_heads](
+                out, partial, partial_log, merge_from, rows * group, items,
+                GROUP=group, HEAD_DIM=head_dim, DIMS=dims, ROW_TILE=plan.row_tile, MERGE_ROWS=merge_rows,
+                CHUNKS=chunk_tile, EARLY=early, num_warps=4, **options,
             )  # fmt: skip
     return out
+
+
+def _most_items(plan: LaunchPlan, packed_rows: int, requests: int, columns: int, kv_heads: int) -> int:
+    """Work items of a key/value head, at most; the device never chooses chunks that would make more."""
+    tiles = packed_rows // plan.row_tile + requests + 1  # the last one for padding rows
+    if plan.fixed_chunk:
+        return tiles * (-(-columns // plan.fixed_chunk) + 1)
+    return max(tiles, plan.slots // kv_heads)
+
+
+def _merge_tile(
+    plan: LaunchPlan, packed_rows: int, requests: int, columns: int, kv_heads: int, dims: int
+) -> tuple[int, int]:
+    """Chunks and packed rows that a merging program adds up at once: as many chunks as a tile is likely cut into."""
+    tiles = max(requests, packed_rows // plan.row_tile, 1)
+    likely = min(plan.slots // (kv_heads * tiles), columns // plan.min_chunk + 1)
+    chunks = min(MERGED_CHUNKS, max(8, triton.next_power_of_2(likely)))
+    if plan.fixed_chunk:
+        chunks = 8  # whatever the batch
+    return chunks, max(1, MERGED_VALUES // dims // chunks)
+
+
+def _blocks(cache: Tensor, plan: LaunchPlan) -> Any:
+    """The cache as a table of keys that is read ``key_tile`` at a time, if the plan wants descriptors."""
+    if not plan.descriptors:
+        return cache
+    head_dim = cache.shape[3]
+    tile = [plan.key_tile, triton.next_power_of_2(head_dim)]
+    return TensorDescriptor(cache, [cache.numel() // head_dim, head_dim], [head_dim, 1], tile)
 
 
 def tree_attention(
@@ -598,7 +631,17 @@ def tree_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    invariant: bool = False,
 ) -> Tensor:
-    """Tree attention where the tensors live: the kernel on CUDA, the reference elsewhere. See the reference."""
-    attend = tree_attention_triton if query.is_cuda else tree_attention_reference
-    return attend(query, key_cache, value_cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    """Tree attention where the tensors live: the kernel on CUDA, the reference elsewhere. See the reference.
+
+    ``invariant``: on CUDA, a row's result is the same bit for bit whatever else is in the batch, at some cost in time.
+    """
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options |= {"key_scale": key_scale, "value_scale": value_scale}
+    if not query.is_cuda:
+        return tree_attention_reference(query, key_cache, value_cache, batch, **options)
+    plan = plan_invariant(query, key_cache) if invariant else None
+    return tree_attention_triton(query, key_cache, value_cache, batch, **options, plan=plan)

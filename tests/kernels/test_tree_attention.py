@@ -20,6 +20,7 @@ from draftwood.kernels import tree_attention as module
 from draftwood.kernels.tree_attention import (
     AttentionBatch,
     LaunchPlan,
+    plan_invariant,
     plan_launch,
     tree_attention,
     tree_attention_reference,
@@ -35,6 +36,11 @@ interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled on a machine
 def gpu(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")(test))
 
+
+PAGE_A_CHUNK = LaunchPlan(
+    row_tile=16, key_tile=16, warps=4, stages=1, slots=8, min_chunk=1, fixed_chunk=1
+)  # fmt: skip
+"""Every page a chunk of its own, whatever else is in the batch."""
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 NO_PAGE = 2**31 - 1
@@ -106,6 +112,10 @@ class Case:
         return attend(self.query, self.key_cache, self.value_cache, self.batch, **options)
 
 
+def canary_of(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else NO_PAGE
+
+
 class Fences:
     """Hands out tensors that lie between canaries, and checks the canaries."""
 
@@ -114,7 +124,7 @@ class Fences:
         self.buffers: list[tuple[Tensor, Tensor]] = []
 
     def put(self, values: Tensor) -> Tensor:
-        canary = float("nan") if values.is_floating_point() else NO_PAGE
+        canary = canary_of(values.dtype)
         buffer = torch.full((values.numel() + 2 * FENCE,), canary, dtype=values.dtype, device=self.device)
         self.buffers.append((buffer, buffer[:FENCE].clone()))
         inner = buffer[FENCE : FENCE + values.numel()].view(values.shape)
@@ -272,7 +282,7 @@ def fenced_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def empty(*shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         fences.device = str(device)
-        return fences.put(plain(*shape, dtype=dtype, device=device).fill_(float("nan")))
+        return fences.put(plain(*shape, dtype=dtype, device=device).fill_(canary_of(dtype)))
 
     monkeypatch.setattr(module, "torch", _TorchWith(empty))
     yield
@@ -374,20 +384,28 @@ def test_drafting_level_by_level_sees_the_cached_levels(attend: Attend, window: 
 
 
 @interpreted
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize(("slots", "fixed_chunk"), [(1, 0), (9, 0), (30, 0), (1, 1), (1, 3)])
 @pytest.mark.parametrize("geometry", [Geometry(window=18), Geometry(sinks=True, head_dim=96, softcap=3.0)], ids=str)
-def test_any_number_of_chunks_gives_the_same_answer(geometry: Geometry, splits: int) -> None:
-    rng = np.random.default_rng(splits)
+def test_any_number_of_chunks_gives_the_same_answer(geometry: Geometry, slots: int, fixed_chunk: int) -> None:
+    rng = np.random.default_rng(slots)
     contexts = [0, 17, 63, 64, 110]
-    case = build([Request(c, random_tree(rng, 3) + list(range(2, 7))) for c in contexts], geometry)
-    assert_right(kernel(case, splits=splits, min_chunk=1), case)
+    case = build([Request(c, random_tree(rng, 3) + list(range(2, 7))) for c in contexts], geometry, padding_rows=20)
+    assert_right(kernel(case, slots=slots, min_chunk=1, fixed_chunk=fixed_chunk), case)
 
 
 @interpreted
+def test_one_long_request_in_a_bucket_of_many_is_cut_into_many_chunks() -> None:
+    case = build([Request(430, chain(3))], Geometry(kv_heads=2), padding_rows=5, padding_requests=15)
+    assert_right(kernel(case, slots=64, min_chunk=1), case)
+
+
+@interpreted
+@pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize(("row_tile", "key_tile"), [(16, 64), (32, 16), (128, 32)])
-def test_any_tiling_gives_the_same_answer(row_tile: int, key_tile: int) -> None:
+def test_any_tiling_gives_the_same_answer(row_tile: int, key_tile: int, descriptors: bool) -> None:
     case = build(mixed(2, 64, largest=12)[3:], Geometry(group=3, page=64))
-    assert_right(kernel(case, row_tile=row_tile, key_tile=key_tile, splits=2, min_chunk=1), case)
+    tiling = {"row_tile": row_tile, "key_tile": key_tile, "descriptors": descriptors}
+    assert_right(kernel(case, **tiling, slots=16, min_chunk=1), case)
 
 
 @interpreted
@@ -412,7 +430,7 @@ def test_queries_may_be_a_strided_view() -> None:
 @pytest.mark.parametrize("neighbours", [1, 7, 31])
 def test_bug_3_neighbours_full_of_nan_change_no_bit(attend: Attend, neighbours: int) -> None:
     if attend is tree_attention_triton:
-        attend = partial(attend, plan=LaunchPlan(16, 16, splits=2, min_chunk=1, warps=4, stages=1))
+        attend = partial(attend, plan=PAGE_A_CHUNK)
     rng = np.random.default_rng(neighbours)
     request = Request(37, random_tree(rng, 9))
     others = [Request(int(rng.integers(0, 40)), random_tree(rng, int(rng.integers(1, 9)))) for _ in range(neighbours)]
@@ -489,8 +507,81 @@ def test_bug_28_every_batch_size_in_its_bucket_in_the_reference() -> None:
 @interpreted
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 9, 33])
 def test_bug_28_batch_sizes_in_their_bucket_in_the_kernel(batch_size: int) -> None:
-    attend = partial(tree_attention_triton, plan=LaunchPlan(16, 16, splits=2, min_chunk=1, warps=4, stages=1))
+    attend = partial(tree_attention_triton, plan=PAGE_A_CHUNK)
     assert_padding_changes_nothing(attend, batch_size, Geometry(), "cpu")
+
+
+def narrowed(case: Case, key_scale: float, value_scale: float) -> Case:
+    """The case with its cache in float8_e4m3fn; what the oracle reads is rounded likewise."""
+
+    def stored(x: Tensor, scale: float) -> Tensor:
+        return (x.float() / scale).to(torch.float8_e4m3fn)
+
+    def read(x: Tensor, scale: float) -> Tensor:
+        return stored(x, scale).float() * scale
+
+    return replace(
+        case,
+        key_cache=stored(case.key_cache, key_scale),
+        value_cache=stored(case.value_cache, value_scale),
+        keys=[read(k, key_scale) for k in case.keys],
+        values=[read(v, value_scale) for v in case.values],
+    )
+
+
+def assert_narrow_cache_is_right(attend: Attend, geometry: Geometry, dtype: torch.dtype, device: str = "cpu") -> None:
+    case = narrowed(build(mixed(6, geometry.page), geometry, dtype=dtype, device=device), 0.02, 0.5)
+    assert_right(case.run(partial(attend, key_scale=0.02, value_scale=0.5)), case)
+
+
+@pytest.mark.parametrize("attend", ATTEND)
+@pytest.mark.parametrize("geometry", [Geometry(group=3), Geometry(head_dim=96, softcap=3.0, sinks=True)], ids=str)
+def test_a_cache_of_eight_bits(attend: Attend, geometry: Geometry) -> None:
+    assert_narrow_cache_is_right(attend, geometry, torch.float16)
+
+
+@interpreted
+def test_every_finite_value_of_eight_bits_is_read_exactly() -> None:
+    """One key per value: its product with a query of ones, alone in the softmax, returns the value as it is."""
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 0x7F) != 0x7F]
+    rows = len(every)
+    case = build([Request(0, [-1])] * rows, Geometry(group=1), dtype=torch.float16)
+    stored = every.view(torch.float8_e4m3fn)
+    values = case.value_cache.clone().to(torch.float8_e4m3fn)
+    values[case.batch.block_table[:, 0].long(), 0, 0] = stored[:, None].expand(-1, 64)
+    keys = torch.zeros_like(case.key_cache).to(torch.float8_e4m3fn)
+    out = tree_attention_triton(case.query, keys, values, case.batch, scale=1.0)
+    assert torch.equal(out[:, 0, :], stored[:, None].to(torch.float16).expand(-1, 64))
+
+
+def assert_alone_as_in_company(geometry: Geometry, longest: int, chunk: int, dtype: torch.dtype, device: str) -> None:
+    """The same bits for a request alone and as the first of 33, whatever lengths the others have."""
+    rng = np.random.default_rng(5)
+    request = Request(longest - 3, random_tree(rng, 9))
+    others = [Request(int(rng.integers(0, longest)), random_tree(rng, int(rng.integers(1, 9)))) for _ in range(32)]
+    alone, together = (
+        build(requests, geometry, dtype=dtype, device=device) for requests in ([request], [request, *others])
+    )
+
+    def attend(case: Case) -> Tensor:
+        plan = replace(plan_invariant(case.query, case.key_cache), fixed_chunk=chunk)
+        return case.run(partial(tree_attention_triton, plan=plan))
+
+    assert torch.equal(attend(alone), attend(together)[: len(request.rows)])
+
+
+@interpreted
+def test_with_the_invariant_plan_the_rest_of_the_batch_changes_no_bit() -> None:
+    assert_alone_as_in_company(Geometry(group=3), longest=70, chunk=2, dtype=torch.float32, device="cpu")
+
+
+def test_the_plan_reads_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build(mixed(8, 16), Geometry())
+    expected = plan_launch(case.query, case.key_cache, case.batch)
+    for name in ("row_start", "context", "keys", "words", "position", "tail_position"):
+        getattr(case.batch, name).fill_(0)
+    assert plan_launch(case.query, case.key_cache, case.batch) == expected
 
 
 @interpreted
@@ -523,21 +614,77 @@ def test_compiled_ragged_batches_match_the_oracle(geometry: Geometry, dtype: tor
     assert_right(large.run(tree_attention), large)
 
 
+def at_page_edges(seed: int, page: int) -> list[Request]:
+    """Contexts of 0 to 32k around the edges of pages and mask words, with trees of 1 to 256 nodes."""
+    rng = np.random.default_rng(seed)
+    contexts = [0, 1, page - 1, page, page + 1, 31, 32, 33, 1024, 4095, 8191 + page // 2, 32767, 32768 - page]
+    return [Request(c, random_tree(rng, int(2 ** rng.uniform(0, 8)))) for c in contexts]
+
+
+@gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("options", [{}, {"window": 600, "sinks": True}], ids=["plain", "window and sinks"])
+def test_compiled_head_sizes_groups_and_page_edges(head_dim: int, group: int, options: dict[str, int]) -> None:
+    page = 64 if head_dim < 256 else 32
+    geometry = Geometry(group=group, kv_heads=2, head_dim=head_dim, page=page, **options)
+    case = build(at_page_edges(group, page), geometry, dtype=torch.bfloat16, device="cuda", padding_rows=7)
+    assert_right(case.run(tree_attention), case)
+    plain = build([Request(r.context, [-1]) for r in case.requests], geometry, dtype=torch.bfloat16, device="cuda")
+    assert_right(plain.run(tree_attention), plain)
+
+
+@gpu
+@pytest.mark.parametrize("geometry", GEOMETRIES + OPTIONS, ids=str)
+def test_compiled_cache_of_eight_bits(geometry: Geometry) -> None:
+    assert_narrow_cache_is_right(tree_attention, geometry, torch.float16, "cuda")
+    assert_narrow_cache_is_right(tree_attention, geometry, torch.bfloat16, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiled_with_the_invariant_plan_the_rest_of_the_batch_changes_no_bit(head_dim: int) -> None:
+    geometry = Geometry(group=4, kv_heads=2, page=64, head_dim=head_dim)
+    assert_alone_as_in_company(geometry, longest=5000, chunk=16, dtype=torch.bfloat16, device="cuda")
+
+
+@gpu
+@pytest.mark.parametrize("geometry", [Geometry(group=4, kv_heads=8, page=64, head_dim=d) for d in (64, 128)], ids=str)
+@pytest.mark.parametrize("new", [1, 9])
+def test_the_plan_knows_how_many_programs_fit(geometry: Geometry, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build([Request(900, chain(9), new=new)], geometry, dtype=torch.bfloat16, device="cuda")
+    made = []
+    launch = module._tree_attention_kernel
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: made.append(launch[grid](*args, **options))
+
+    monkeypatch.setattr(module, "_tree_attention_kernel", Spy())
+    case.run(tree_attention)
+    device = torch.cuda.get_device_properties(0)
+    plan = plan_launch(case.query, case.key_cache, case.batch)
+    registers = -(-made[0].n_regs // 8) * 8 * 32 * plan.warps
+    fit = min(65536 // registers, device.shared_memory_per_multiprocessor // (made[0].metadata.shared + 1024))
+    assert made[0].n_spills == 0
+    assert plan.slots <= device.multi_processor_count * fit
+
+
 @gpu
 @pytest.mark.parametrize("batch_size", range(1, 66))
 def test_bug_28_every_batch_size_in_its_bucket_compiled(batch_size: int) -> None:
-    attend = partial(tree_attention_triton, plan=LaunchPlan(16, 16, splits=2, min_chunk=1, warps=4, stages=2))
+    attend = partial(tree_attention_triton, plan=replace(PAGE_A_CHUNK, stages=2))
     assert_padding_changes_nothing(attend, batch_size, Geometry(kv_heads=2), "cuda")
 
 
 @gpu
-@pytest.mark.parametrize("splits", [1, 2, 5, 32])
+@pytest.mark.parametrize("slots", [1, 40, 264, 2000])
 @pytest.mark.parametrize("page", [16, 64])
-def test_compiled_chunks_give_the_same_answer(splits: int, page: int) -> None:
+def test_compiled_chunks_give_the_same_answer(slots: int, page: int) -> None:
     case = build(
         serving(2), Geometry(group=4, head_dim=128, page=page, kv_heads=2), device="cuda", dtype=torch.bfloat16
     )
-    assert_right(kernel(case, splits=splits, min_chunk=1), case)
+    assert_right(kernel(case, slots=slots, min_chunk=1), case)
 
 
 @gpu
