@@ -209,5 +209,6 @@ def make_drafter(settings: DraftSettings) -> Drafter:
     device = resolve_device(settings.device)
     model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
     runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+    runtime.capture()
     vocabulary = TextCodec(tokenizer).vocabulary(runtime.vocab_size)
     return LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)

@@ -16,9 +16,9 @@ import numpy as np
 from draftwood.acceptance import FinishReason, emit, walk
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, PermissionDenied, ResourceExhausted
-from draftwood.noise import GumbelCache
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
+from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
@@ -102,8 +102,10 @@ class Engine:
         self.sessions: dict[str, Session] = {}
         self.waiting: deque[GenerateRequest] = deque()
         self.totals = Totals()
-        self.sampler = TargetSampler(GumbelCache(token_count, runtime.device, 4 * settings.max_nodes), token_count)
-        self.planner = Planner(settings, times or measure_step_times(runtime, settings.max_step_tokens, clock))
+        self.sampler = TargetSampler(runtime, token_count, 4 * settings.max_nodes)
+        self.planner = Planner(
+            settings, times or measure_step_times(runtime, settings.max_step_tokens, token_count, clock)
+        )
         self._links: dict[int, Link] = {}
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
         self._last_step_s: float | None = None
@@ -260,9 +262,8 @@ class Engine:
         """One forward and all that follows from it."""
         began = self.clock()
         parts = self.planner.plan(began, list(self.sessions.values()), self._wait_limit)
-        logits = self.runtime.forward([part.rows for part in parts])
+        targets = self.sampler.step(parts)
         forward_s = self.clock() - began
-        targets = self.sampler.choose(logits, parts)
         out = Outcome()
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
         self.runtime.move([move for move in moves if move])
@@ -354,8 +355,10 @@ class Engine:
         self._sessions_before = len(self.sessions)
 
 
-def measure_step_times(runtime: ModelRuntime, most_rows: int, clock: Callable[[], float], rounds: int = 3) -> StepTimes:
-    """T(rows) of this model on this machine, from short forwards over an empty cache.
+def measure_step_times(
+    runtime: ModelRuntime, most_rows: int, token_count: int, clock: Callable[[], float], rounds: int = 3
+) -> StepTimes:
+    """T(rows) of this model on this machine, from short greedy steps over an empty cache.
 
     The best of several rounds over all sizes, so that a disturbance does not hit one size alone.
     """
@@ -366,12 +369,12 @@ def measure_step_times(runtime: ModelRuntime, most_rows: int, clock: Callable[[]
     for rows in grid:
         at = np.arange(rows, dtype=np.int32)
         parts.append(Rows(pages, 0, at % 2, at, np.tri(rows, dtype=np.bool_)))
-    seconds = [[_timed(runtime, part, clock) for part in parts] for _ in range(rounds)]
+    seconds = [[_timed(runtime, part, token_count, clock) for part in parts] for _ in range(rounds)]
     runtime.pool.give(pages)
     return StepTimes(grid, np.min(seconds, axis=0))
 
 
-def _timed(runtime: ModelRuntime, part: Rows, clock: Callable[[], float]) -> float:
+def _timed(runtime: ModelRuntime, part: Rows, token_count: int, clock: Callable[[], float]) -> float:
     began = clock()
-    float(runtime.forward([part])[-1, 0])  # waits for the device
+    runtime.choose([part], [SamplingParams()], token_count)
     return clock() - began

@@ -1,4 +1,4 @@
-"""The target's token at every row of a step."""
+"""The forward of a step and the target's token at every row of it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,53 @@ import torch
 from torch import Tensor
 
 from draftwood.noise import GumbelCache
+from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, target_tokens
 from verifier_service.plan import Part
 
+NOISE_AHEAD = 16
+"""Rows of noise made at once on a GPU, where sixteen cost what one does."""
+
 
 class TargetSampler:
-    """Applies each session's rule to its rows; rows of one session never depend on another's."""
+    """Runs the target and applies each session's rule; rows of one session never depend on another's.
 
-    def __init__(self, noise: GumbelCache, token_count: int) -> None:
-        self._noise = noise
+    On a GPU tokens are chosen as part of the forward, but for rules that have to sort (top-k, top-p).
+    """
+
+    def __init__(self, runtime: ModelRuntime, token_count: int, noise_rows: int) -> None:
+        self._runtime = runtime
         self._token_count = token_count
+        self._on_device = runtime.device.type == "cuda"
+        self._noise = GumbelCache(token_count, runtime.device, noise_rows, NOISE_AHEAD if self._on_device else 1)
 
-    def choose(self, logits: Tensor, parts: Sequence[Part]) -> list[list[int]]:
-        """Each part's tokens, -1 where logits were not finite; logits [wanted rows, vocab] of all parts, in order."""
+    def step(self, parts: Sequence[Part]) -> list[list[int]]:
+        """Computes the parts' rows and returns each part's tokens, -1 where logits were not finite."""
         counts = [len(part.rows.token) - part.rows.logits_from for part in parts]
+        rows, rules = [part.rows for part in parts], [part.session.request.sampling for part in parts]
         groups: dict[SamplingParams, list[int]] = {}
-        for k, part in enumerate(parts):
-            groups.setdefault(part.session.request.sampling, []).append(k)
-        pieces = torch.split(logits, counts)
         chosen: list[list[int]] = [[] for _ in parts]
-        for params, members in groups.items():
-            # A token is chosen for the position behind its row's.
-            positions = [int(p) + 1 for k in members for p in parts[k].rows.tail_position[parts[k].rows.logits_from :]]
-            rows = pieces[members[0]] if len(members) == 1 else torch.cat([pieces[k] for k in members])
-            tokens, _ = target_tokens(rows, params, positions, self._noise, vocab_size=self._token_count)
-            flat = iter(tokens.tolist())
+        if self._on_device:
+            made = self._runtime.choose(rows, rules, self._token_count)
+            logits, flat = made.logits, iter(made.tokens.tolist())
+            chosen = [[next(flat) for _ in range(count)] for count in counts]
+        else:
+            logits = self._runtime.forward(rows)
+        for k, rule in enumerate(rules):
+            if not self._on_device or not (rule.greedy or (rule.top_k == 0 and rule.top_p == 1)):
+                groups.setdefault(rule, []).append(k)
+        pieces = torch.split(logits, counts)
+        for rule, members in groups.items():
+            tokens = iter(self._choose(rule, [parts[k] for k in members], [pieces[k] for k in members]))
             for k in members:
-                chosen[k] = [next(flat) for _ in range(counts[k])]
+                chosen[k] = [next(tokens) for _ in range(counts[k])]
+        return chosen
+
+    def _choose(self, rule: SamplingParams, parts: Sequence[Part], logits: Sequence[Tensor]) -> list[int]:
+        """Tokens of the rows of all parts, one after the other, by the rule they share."""
+        # A token is chosen for the position behind its row's.
+        positions = [int(p) + 1 for part in parts for p in part.rows.tail_position[part.rows.logits_from :]]
+        rows = logits[0] if len(logits) == 1 else torch.cat(list(logits))
+        tokens, _ = target_tokens(rows, rule, positions, self._noise, vocab_size=self._token_count)
+        chosen: list[int] = tokens.tolist()
         return chosen

@@ -130,9 +130,15 @@ class VerifierServer:
         device = resolve_device(settings.device)
         model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
         codec = TextCodec(path)
-        runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+        runtime = ModelRuntime(
+            model,
+            kv_pages=settings.kv_pages,
+            page_tokens=settings.page_tokens,
+            longest_tokens=settings.max_context_tokens + settings.max_nodes + 1,
+        )
         vocabulary = codec.vocabulary(runtime.vocab_size)
         engine = Engine(runtime, settings, token_count=len(vocabulary.tokens))
+        runtime.capture(len(vocabulary.tokens))
         name = settings.name or (TARGET_NAME if settings.model == DEMO else Path(settings.model).name)
         return Loaded(name, codec, vocabulary, end_tokens(path, model.config.eos_token_id), engine)
 

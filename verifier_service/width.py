@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
 class StepTimes:

@@ -1,9 +1,16 @@
-"""From the rows that sessions want computed to the flat tensors of one forward."""
+"""From the rows that sessions want computed to the flat tensors of one forward.
+
+All integers of a forward lie in one int32 buffer, field behind field, so that they reach the device in one copy; the
+tensors of the forward are views of it. ``Shape`` gives the sizes of the fields and so their places: the same shape has
+the same places, which is what lets a captured graph read them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwood.kernels.tree_attention import AttentionBatch
-from draftwood.tree import BoolArray, IntArray, pack_words
+from draftwood.sampling import SamplingParams
+from draftwood.tree import BoolArray, IntArray
+
+Indices = NDArray[np.int64]
+
+WORD_BITS = 32
+LEAST_HEAT = float(np.finfo(np.float32).tiny)
+"""Temperatures between 0, which is greedy, and this one count as this one."""
+
+_ALIGN = 4
+"""Fields start at multiples of so many int32: kernels are compiled for pointers that are multiples of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +49,22 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceRows:
+    """What the choice of a token at each wanted row depends on."""
+
+    temperature: Tensor  # float64 [wanted], 0 is greedy
+    seed: Tensor  # int64 [wanted], the bits of a uint64
+    position: Tensor  # int64 [wanted], position of the token that is chosen
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
     """The tensors of one forward, padding rows last."""
 
     input_ids: Tensor  # int64 [rows]
     attention: AttentionBatch
     logits_rows: Tensor  # int64 [wanted]
+    choice: ChoiceRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,60 +79,196 @@ class Padding:
         return -count % self.multiple if count > 1 else 0
 
 
-def assemble(parts: Sequence[Rows], page: int, device: torch.device, padding: Padding) -> Forward:
-    """Flattens the parts, in order; ``page`` is the cache's page size in tokens.
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a forward's fields: just large enough, or a bucket that smaller forwards are padded to."""
 
-    Padding rows come last: token 0 at position 0, seeing nothing. Padding of the wanted rows repeats the last one.
-    """
-    counts = [len(part.token) for part in parts]
-    keys = [part.context + part.visible.shape[1] for part in parts]
-    packed = [pack_words(part.visible, part.context % page) for part in parts]
-    slots = np.concatenate([np.arange(k - n, k) for k, n in zip(keys, counts, strict=True)])
-    owner = np.repeat(np.arange(len(parts)), counts)
-    tables = _block_table(parts, keys, page)
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    wanted = [np.arange(s + part.logits_from, s + n) for s, part, n in zip(starts, parts, counts, strict=False)]
+    rows: int
+    requests: int
+    words: int  # mask words of a row
+    columns: int  # of the block table
+    wanted: int  # rows whose logits are computed
 
-    def on_device(array: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+    @property
+    def ints(self) -> int:
+        """Size of the whole buffer, int32."""
+        return _layout(self)[-1].end
 
-    wanted_rows = np.concatenate(wanted)
-    fill, more = padding.missing(len(slots)), padding.missing(len(wanted_rows))
-    width = max(words.shape[1] for words in packed)
-    words = np.concatenate([np.pad(w, ((0, 0), (0, width - w.shape[1]))) for w in packed])
-    page_id = tables[owner, slots // page]
-    position = np.concatenate([p.tail_position[-n:] for p, n in zip(parts, counts, strict=True)])
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    begin: int  # in int32
+    end: int
+
+
+@lru_cache(maxsize=256)
+def _layout(shape: Shape) -> tuple[_Field, ...]:
+    """The block table comes last: of its rows, only those in use need to be copied."""
+    row, want, request = (shape.rows,), (shape.wanted,), (shape.requests,)
+    sizes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "input_ids": ("int64", row),
+        "page_id": ("int64", row),
+        "page_offset": ("int64", row),
+        "logits_rows": ("int64", want),
+        "seed": ("int64", want),
+        "chosen_position": ("int64", want),
+        "temperature": ("float64", want),
+        "row_start": ("int32", (shape.requests + 1,)),
+        "context": ("int32", request),
+        "keys": ("int32", request),
+        "position": ("int32", row),
+        "words": ("int32", (shape.rows, shape.words)),
+        "tail_position": ("int32", (shape.requests, WORD_BITS * shape.words)),
+        "block_table": ("int32", (shape.requests, shape.columns)),
+    }
+    fields, begin = [], 0
+    for name, (dtype, dims) in sizes.items():
+        end = begin + int(np.prod(dims)) * np.dtype(dtype).itemsize // 4
+        fields.append(_Field(name, dtype, dims, begin, end))
+        begin = end + -end % _ALIGN
+    return tuple(fields)
+
+
+@dataclass(frozen=True, slots=True)
+class HostArrays:
+    """The fields of a forward as writable views of a buffer on the host; what they mean is said at ``Forward``."""
+
+    input_ids: Indices
+    page_id: Indices
+    page_offset: Indices
+    logits_rows: Indices
+    seed: Indices
+    chosen_position: Indices
+    temperature: NDArray[np.float64]
+    row_start: IntArray
+    context: IntArray
+    keys: IntArray
+    position: IntArray
+    words: IntArray
+    tail_position: IntArray
+    block_table: IntArray
+
+
+def host_arrays(buffer: NDArray[np.int32], shape: Shape) -> HostArrays:
+    """Views of the start of ``buffer``."""
+    fields: dict[str, Any] = {f.name: buffer[f.begin : f.end].view(f.dtype).reshape(f.dims) for f in _layout(shape)}
+    return HostArrays(**fields)
+
+
+def forward_tensors(buffer: Tensor, shape: Shape) -> Forward:
+    """Views of the start of ``buffer``, int32."""
+    t = {f.name: buffer[f.begin : f.end].view(getattr(torch, f.dtype)).view(f.dims) for f in _layout(shape)}
     attention = AttentionBatch(
-        row_start=on_device(starts, torch.int32),
-        context=on_device(np.array([part.context for part in parts]), torch.int32),
-        keys=on_device(np.array(keys), torch.int32),
-        words=on_device(np.pad(words, ((0, fill), (0, 0))), torch.int32),
-        block_table=on_device(tables, torch.int32),
-        position=on_device(np.pad(position, (0, fill)), torch.int32),
-        tail_position=on_device(_tail_positions(parts, page, width * 32), torch.int32),
-        page_id=on_device(np.pad(page_id, (0, fill), constant_values=padding.page_id), torch.int64),
-        page_offset=on_device(np.pad(slots % page, (0, fill)), torch.int64),
+        row_start=t["row_start"],
+        context=t["context"],
+        keys=t["keys"],
+        words=t["words"],
+        block_table=t["block_table"],
+        position=t["position"],
+        tail_position=t["tail_position"],
+        page_id=t["page_id"],
+        page_offset=t["page_offset"],
     )
-    ids = on_device(np.pad(np.concatenate([part.token for part in parts]), (0, fill)), torch.int64)
-    wanted_rows = np.concatenate([wanted_rows, np.repeat(wanted_rows[-1:], more)])
-    return Forward(ids, attention, on_device(wanted_rows, torch.int64))
+    choice = ChoiceRows(t["temperature"], t["seed"], t["chosen_position"])
+    return Forward(t["input_ids"], attention, t["logits_rows"], choice)
 
 
-def _block_table(parts: Sequence[Rows], keys: Sequence[int], page: int) -> NDArray[np.int32]:
-    used = [-(-k // page) for k in keys]
-    table = np.zeros((len(parts), max(used) + 1), np.int32)  # the last column is never used: it may be loaded ahead
-    for row, (part, count) in enumerate(zip(parts, used, strict=True)):
-        if count > len(part.pages):
-            raise AssertionError(f"{keys[row]} tokens do not fit the session's {len(part.pages)} pages")
-        table[row, :count] = part.pages[:count]
-    return table
+class Ragged:
+    """The parts of one forward, counted."""
+
+    def __init__(self, parts: Sequence[Rows], page: int) -> None:
+        """``page`` is the cache's page size in tokens."""
+        self.parts = parts
+        self.page = page
+        counts = np.array([len(part.token) for part in parts])
+        self.context = np.array([part.context for part in parts])
+        self.keys = self.context + [part.visible.shape[1] for part in parts]
+        self.row_start = np.concatenate([[0], np.cumsum(counts)])
+        self.rows = int(self.row_start[-1])
+        self.owner = np.repeat(np.arange(len(parts)), counts)  # [rows]
+        first = self.row_start[:-1] + [part.logits_from for part in parts]
+        self.wanted = np.flatnonzero(np.arange(self.rows) >= first[self.owner])
+        self.pages_used = -(-self.keys // page)
+
+    def shape(self, padding: Padding | None = None) -> Shape:
+        """Just large enough, but for the padding of rows and of wanted rows."""
+        wanted = len(self.wanted)
+        return Shape(
+            rows=self.rows + (padding.missing(self.rows) if padding else 0),
+            requests=len(self.parts),
+            words=max(1, int((self.keys - self.context // self.page * self.page).max() + WORD_BITS - 1) // WORD_BITS),
+            columns=int(self.pages_used.max()) + 1,  # the last is never used: it may be loaded ahead
+            wanted=wanted + (padding.missing(wanted) if padding else 0),
+        )
+
+    def used_ints(self, shape: Shape) -> int:
+        """How much of a buffer of ``shape`` a forward of these parts reads, int32."""
+        return shape.ints - (shape.requests - len(self.parts)) * shape.columns
+
+    def write(self, host: HostArrays, scratch_page: int, rules: Sequence[SamplingParams] = ()) -> None:
+        """Fills all fields, in the order of the parts.
+
+        Padding rows come last: token 0 at position 0, seeing nothing, written to ``scratch_page``. Padding of the
+        wanted rows repeats the last one. Padding requests are empty. ``rules`` has one entry a part, or none at all.
+        """
+        self._write_requests(host)
+        self._write_rows(host, scratch_page)
+        self._write_words(host.words)
+        self._write_wanted(host, rules)
+
+    def _write_requests(self, host: HostArrays) -> None:
+        n = len(self.parts)
+        host.row_start[: n + 1], host.row_start[n + 1 :] = self.row_start, self.rows
+        host.context[:n], host.context[n:] = self.context, 0
+        host.keys[:n], host.keys[n:] = self.keys, 0
+        shift = self.context % self.page
+        # Slots of the prefix have their own index as position.
+        host.tail_position[:n] = (self.context - shift)[:, None] + np.arange(host.tail_position.shape[1])
+        for r, part, used, at in zip(range(n), self.parts, self.pages_used, shift, strict=True):
+            if used > len(part.pages):
+                raise AssertionError(f"{self.keys[r]} tokens do not fit the session's {len(part.pages)} pages")
+            host.block_table[r, :used], host.block_table[r, used:] = part.pages[:used], 0
+            host.tail_position[r, at : at + len(part.tail_position)] = part.tail_position
+
+    def _write_rows(self, host: HostArrays, scratch_page: int) -> None:
+        rows, fill = slice(0, self.rows), slice(self.rows, None)
+        slots = np.arange(self.rows) + (self.keys - self.row_start[1:])[self.owner]
+        page, offset = np.divmod(slots, self.page)
+        host.page_id[rows], host.page_id[fill] = host.block_table[self.owner, page], scratch_page
+        host.page_offset[rows], host.page_offset[fill] = offset, 0
+        host.input_ids[rows], host.input_ids[fill] = np.concatenate([part.token for part in self.parts]), 0
+        own = [part.tail_position[len(part.tail_position) - len(part.token) :] for part in self.parts]
+        host.position[rows], host.position[fill] = np.concatenate(own), 0
+
+    def _write_words(self, words: IntArray) -> None:
+        """Bit j of a row's words is what it sees of slot base + j; slots of the prefix in the first page are seen."""
+        shift = self.context % self.page
+        bits = np.arange(words.shape[1] * WORD_BITS) < shift[self.owner][:, None]
+        for part, first, at in zip(self.parts, self.row_start, shift, strict=False):
+            n, tail = part.visible.shape
+            bits[first : first + n, at : at + tail] = part.visible
+        words[: self.rows] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        words[self.rows :] = 0
+
+    def _write_wanted(self, host: HostArrays, rules: Sequence[SamplingParams]) -> None:
+        n = len(self.wanted)
+        host.logits_rows[:n], host.logits_rows[n:] = self.wanted, self.wanted[-1] if n else 0
+        host.chosen_position[:] = host.position[host.logits_rows] + 1
+        if not rules:
+            return
+        owner = self.owner[host.logits_rows]
+        host.temperature[:] = np.array([rule.temperature and max(rule.temperature, LEAST_HEAT) for rule in rules])[
+            owner
+        ]
+        host.seed[:] = np.array([rule.seed for rule in rules], np.uint64).view(np.int64)[owner]
 
 
-def _tail_positions(parts: Sequence[Rows], page: int, columns: int) -> NDArray[np.int32]:
-    """Positions of the slots from each request's base on; slots of the prefix have their own index as position."""
-    out = np.zeros((len(parts), columns), np.int32)
-    for row, part in enumerate(parts):
-        shift = part.context % page
-        out[row, :shift] = np.arange(part.context - shift, part.context)
-        out[row, shift : shift + len(part.tail_position)] = part.tail_position
-    return out
+def assemble(ragged: Ragged, device: torch.device, padding: Padding, rules: Sequence[SamplingParams] = ()) -> Forward:
+    """A forward in tensors of its own, no larger than it needs."""
+    shape = ragged.shape(padding)
+    buffer = np.zeros(shape.ints, np.int32)
+    ragged.write(host_arrays(buffer, shape), padding.page_id, rules)
+    return forward_tensors(torch.from_numpy(buffer).to(device), shape)

@@ -1,75 +1,29 @@
 """Any Hugging Face causal LM with our paged tree attention in place of its own.
 
-The model's code stays as it is: our function is registered with transformers' attention interface, position ids and
-the step's metadata are passed as keyword arguments, and the model keeps no cache of its own. Models that skip the
-interface in silence are found by a probe forward that counts the calls, and refused.
+Models that skip transformers' attention interface in silence are found by a probe forward that counts the calls, and
+refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftwood.errors import FailedPrecondition, NotFound
 from draftwood.kernels.commit import commit_kv
-from draftwood.kernels.tree_attention import AttentionBatch, tree_attention
-from draftwood.runtime.batch import Padding, Rows, assemble
+from draftwood.kernels.sampling import choose_tokens
+from draftwood.runtime.batch import Forward, Padding, Ragged, Rows, assemble
+from draftwood.runtime.decoder import ATTENTION, HfDecoder, make_decoder
+from draftwood.runtime.graphs import COMMON, Computed, StepGraphs
 from draftwood.runtime.pages import PagePool
-
-ATTENTION = "draftwood_tree"
-
-
-@dataclass
-class _Step:
-    """What the attention function needs in one forward; travels through the model as a keyword argument."""
-
-    cache: Tensor
-    batch: AttentionBatch
-    layers_seen: list[int] = field(default_factory=list)
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    draftwood_step: _Step,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, ...]."""
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    step, batch = draftwood_step, draftwood_step.batch
-    step.layers_seen.append(layer)
-    keys, values = step.cache[layer, 0], step.cache[layer, 1]
-    keys[batch.page_id, :, batch.page_offset] = key[0].transpose(0, 1)
-    values[batch.page_id, :, batch.page_offset] = value[0].transpose(0, 1)
-    out = tree_attention(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        batch,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-    )
-    return out.unsqueeze(0), None
-
-
-AttentionInterface.register(ATTENTION, _attend)
+from draftwood.sampling import SamplingParams
 
 
 def resolve_device(name: str) -> torch.device:
@@ -98,19 +52,40 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> PreTraine
 
 
 def random_model(config: dict[str, Any], device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """A model with random weights of the given shape, for tests and for measuring."""
+    """A model with random weights of the given shape, made where it will live; for tests and for measuring."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation=ATTENTION)
+    shape = AutoConfig.for_model(**config)
+    with device:
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=ATTENTION)
     return model.to(device).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens of the wanted rows of a forward; the tensors are valid until the next one."""
+
+    tokens: NDArray[np.int64]  # [wanted], -1 where the logits were not finite
+    logprob: Tensor  # float32 [wanted], of the token under the row's distribution
+    logits: Tensor  # [wanted, vocab_size]
 
 
 class ModelRuntime:
     """A model, its paged KV cache ``[layers, 2, pages, kv_heads, page_tokens, head_dim]`` and its page pool.
 
     One thread only. A forward writes the keys and values of its rows; nothing else but ``move`` changes the cache.
+    On a GPU forwards of up to 256 rows are CUDA graphs.
     """
 
-    def __init__(self, model: PreTrainedModel, *, kv_pages: int, page_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        kv_pages: int,
+        page_tokens: int,
+        longest_tokens: int | None = None,
+        graphs: bool = True,
+    ) -> None:
+        """Sequences of more than ``longest_tokens`` (None: whatever fits the cache) are computed without graphs."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -124,43 +99,83 @@ class ModelRuntime:
         self.pool = PagePool(kv_pages, page_tokens)
         # One page more than the pool hands out: padding rows write there.
         shape = (self.layers, 2, kv_pages + 1, kv_heads, page_tokens, head_dim)
-        # A CPU's matrix products are up to half slower for row counts between the multiples of four.
-        self.padding = Padding(4 if model.device.type == "cpu" else 1, kv_pages)
         self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.decoder = make_decoder(model, kv_pages * page_tokens)
+        self.padding = Padding(self.decoder.row_multiple, kv_pages)
+        self.graphs: StepGraphs | None = None
         self._probe()
+        if graphs and self.device.type == "cuda":
+            columns = min(kv_pages, self.pool.pages_for(longest_tokens or self.max_context_tokens)) + 1
+            self.graphs = StepGraphs(self._compute, self.device, columns=columns, scratch_page=kv_pages)
 
     def _probe(self) -> None:
         """One forward that must reach our attention once a layer; also the warm-up."""
         pages = self.pool.take(2)
         rows = Rows(pages, 0, np.zeros(2, np.int32), np.arange(2, dtype=np.int32), np.tri(2, dtype=np.bool_))
-        seen: list[int] = []
         try:
-            self.forward([rows], seen)
+            self.forward([rows])
         except (TypeError, RuntimeError, IndexError, AttributeError) as error:
             raise self._unsupported(f"its forward failed with our attention: {error}") from error
         finally:
             self.pool.give(pages)
-        if sorted(seen) != list(range(self.layers)):
-            raise self._unsupported(f"{len(seen)} of its {self.layers} layers call the attention interface")
+        if isinstance(self.decoder, HfDecoder) and sorted(self.decoder.layers_seen) != list(range(self.layers)):
+            seen = len(self.decoder.layers_seen)
+            raise self._unsupported(f"{seen} of its {self.layers} layers call the attention interface")
 
     def _unsupported(self, why: str) -> FailedPrecondition:
         return FailedPrecondition("MODEL_UNSUPPORTED", f"{self.model.config.model_type}: {why}")
 
+    def forward(self, parts: Sequence[Rows]) -> Tensor:
+        """Runs the rows of all parts and returns the wanted rows' logits, [wanted, vocab_size], parts in order.
+
+        Does not wait for the device. The logits are valid until the next forward.
+        """
+        ragged = Ragged(parts, self.pool.page_tokens)
+        return self._run(ragged).logits[: len(ragged.wanted)]
+
+    def choose(self, parts: Sequence[Rows], rules: Sequence[SamplingParams], vocab_size: int) -> Chosen:
+        """As ``forward``, and chooses a token at each wanted row by the part's rule; waits for the tokens.
+
+        Of a rule, temperature and seed count; top-k and top-p are up to the caller, who has the logits. ``vocab_size``
+        is the number of real tokens.
+        """
+        ragged = Ragged(parts, self.pool.page_tokens)
+        wanted = len(ragged.wanted)
+        computed = self._run(ragged, rules, vocab_size)
+        assert computed.tokens is not None and computed.logprob is not None
+        return Chosen(computed.tokens[:wanted].cpu().numpy(), computed.logprob[:wanted], computed.logits[:wanted])
+
+    def capture(self, vocab_size: int = 0, sizes: Iterable[tuple[int, int]] = COMMON) -> None:
+        """Captures graphs for forwards of (rows, requests) before they are wanted; without graphs it does nothing.
+
+        ``vocab_size`` as for ``choose``; 0: for ``forward``. The forwards run on the scratch page.
+        """
+        for rows, requests in sizes if self.graphs else ():
+            ends = np.arange(requests + 1) * rows // requests
+            parts = [self._dummy(int(n)) for n in np.diff(ends)]
+            self._run(Ragged(parts, self.pool.page_tokens), [SamplingParams()] * requests, vocab_size)
+
+    def _dummy(self, rows: int) -> Rows:
+        at = np.arange(rows, dtype=np.int32)
+        pages = [self.padding.page_id] * self.pool.pages_for(rows)
+        return Rows(pages, 0, np.zeros(rows, np.int32), at, np.tri(rows, dtype=np.bool_))
+
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Rows], layers_seen: list[int] | None = None) -> Tensor:
-        """Runs the rows of all parts and returns the wanted rows' logits, [wanted, vocab_size], parts in order."""
-        batch = assemble(parts, self.pool.page_tokens, self.device, self.padding)
-        wanted = sum(len(part.token) - part.logits_from for part in parts)
-        step = _Step(self.cache, batch.attention, [] if layers_seen is None else layers_seen)
-        out = self.model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.attention.position[None].long(),
-            use_cache=False,
-            logits_to_keep=batch.logits_rows,
-            draftwood_step=step,
-        )
-        logits: Tensor = out.logits[0, :wanted]
-        return logits
+    def _run(self, ragged: Ragged, rules: Sequence[SamplingParams] = (), vocab_size: int = 0) -> Computed:
+        """By a graph if there is one for it."""
+        if self.graphs and (bucket := self.graphs.bucket(ragged.shape())):
+            computed = self.graphs.run(bucket, ragged, rules, vocab_size)
+            if computed is not None:
+                return computed
+        return self._compute(assemble(ragged, self.device, self.padding, rules), vocab_size)
+
+    def _compute(self, forward: Forward, vocab_size: int) -> Computed:
+        logits = self.decoder(forward.input_ids, forward.attention, self.cache, forward.logits_rows)
+        if not vocab_size:
+            return Computed(logits)
+        choice = forward.choice
+        heat = choice.temperature.to(torch.promote_types(logits.dtype, torch.float32))
+        return Computed(logits, *choose_tokens(logits, heat, choice.seed, choice.position, vocab_size))
 
     @torch.inference_mode()
     def move(self, moves: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> None:
@@ -177,5 +192,9 @@ class ModelRuntime:
             target.extend(pages[slot // page] * page + slot % page for slot in new)
             starts.append(len(source))
         if source:
-            tensor = [torch.tensor(x, dtype=torch.int64, device=self.device) for x in (source, target)]
-            commit_kv(self.cache, tensor[0], tensor[1], torch.tensor(starts, dtype=torch.int32, device=self.device))
+            # One buffer, one copy: sources and targets as int64, the starts as int32 behind them.
+            count, start_ints = len(source), np.array(starts + [0] * (len(starts) % 2), np.int32)
+            buffer = np.concatenate([np.array(source + target, np.int64), start_ints.view(np.int64)])
+            moved = torch.from_numpy(buffer).to(self.device)
+            starts_there = moved[2 * count :].view(torch.int32)[: len(starts)]
+            commit_kv(self.cache, moved[:count], moved[count : 2 * count], starts_there)

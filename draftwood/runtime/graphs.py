@@ -1,0 +1,173 @@
+"""CUDA graphs of whole forwards: one per bucket, captured on first use, replayed after one copy from the host.
+
+Words
+-----
+bucket   a ``Shape`` that forwards are padded to: rows, requests and mask words each rise to the next size of a short
+         list. The block table has as many columns as the longest sequence needs, in all buckets.
+staging  the buffer of all the integers of a forward: one on the device, which the graphs read, and two on the host,
+         which take turns, so that the next forward can be written while the copy of the last one is in flight.
+
+A captured forward holds no number of the forward it was captured with: all it knows of lengths it reads from the
+staging buffer. The graphs share one memory pool and run on one stream, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftwood.runtime.batch import Forward, HostArrays, Ragged, Shape, forward_tensors, host_arrays
+from draftwood.sampling import SamplingParams
+from draftwood.telemetry import get_logger
+
+log = get_logger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+REQUESTS = (1, 4, 16, 64, 256)
+WORDS = (4, 12)
+"""Mask words of a row. With pages of 64 tokens: tails of up to 65 tokens, and of up to 321."""
+
+COMMON = tuple((rows, requests) for requests in (1, 4, 16) for rows in ROWS if requests <= rows <= 128)
+"""(rows, requests) of the forwards that a service captures before it says that it is ready."""
+
+WARM_UPS = 2
+"""Forwards before a capture: kernels are compiled and tuned, libraries get their workspaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What one forward computes, padding rows included. Of a graph: valid until the next forward."""
+
+    logits: Tensor  # [wanted, vocab_size]
+    tokens: Tensor | None = None  # int64 [wanted], -1 where the logits were not finite; None: none are chosen
+    logprob: Tensor | None = None  # float32 [wanted]
+
+
+Compute = Callable[[Forward, int], Computed]
+"""A forward, and the choice of tokens among so many real ones; 0: none are chosen."""
+
+
+class Staging:
+    """An int32 buffer on the device with two pinned ones on the host."""
+
+    def __init__(self, ints: int, device: torch.device) -> None:
+        self.device = torch.zeros(ints, dtype=torch.int32, device=device)
+        self._pinned = [torch.zeros(ints, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self.host: list[NDArray[np.int32]] = [pinned.numpy() for pinned in self._pinned]
+        self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._side = 0
+
+    def take(self) -> int:
+        """The host's side to write next; waits if its last copy is still in flight."""
+        self._side ^= 1
+        self._copied[self._side].synchronize()
+        return self._side
+
+    def upload(self, side: int, ints: int) -> None:
+        """Copies the start of a side to the device, without waiting."""
+        self.device[:ints].copy_(self._pinned[side][:ints], non_blocking=True)
+        self._copied[side].record()
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The staging buffers as the fields of one bucket."""
+
+    host: tuple[HostArrays, HostArrays]
+    device: Forward
+
+
+class StepGraphs:
+    """Runs forwards that fit a bucket. One thread, one stream."""
+
+    def __init__(self, compute: Compute, device: torch.device, *, columns: int, scratch_page: int) -> None:
+        """``columns`` of the block table, one more than the longest sequence needs; padding rows write to
+        ``scratch_page``."""
+        self._compute = compute
+        self._columns = columns
+        self._scratch_page = scratch_page
+        self._device = device
+        self._works = True
+        self.last: torch.cuda.CUDAGraph | None = None
+        """The graph of the last forward, to measure."""
+        self._staging = Staging(Shape(ROWS[-1], REQUESTS[-1], WORDS[-1], columns, ROWS[-1]).ints, device)
+        self._views: dict[Shape, _Views] = {}
+        self._graphs: dict[tuple[Shape, int], tuple[torch.cuda.CUDAGraph, Computed]] = {}
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def bucket(self, exact: Shape) -> Shape | None:
+        """The bucket of a forward; None if it fits none."""
+        return bucket_of(exact, self._columns) if self._works else None
+
+    def run(self, bucket: Shape, ragged: Ragged, rules: Sequence[SamplingParams], vocab_size: int) -> Computed | None:
+        """Replays the bucket's graph on new contents, without waiting for it; None if it cannot be captured."""
+        with torch.cuda.device(self._device):
+            side = self._staging.take()
+            views = self._views.get(bucket) or self._view(bucket)
+            ragged.write(views.host[side], self._scratch_page, rules)
+            self._staging.upload(side, ragged.used_ints(bucket))
+            captured = self._graphs.get((bucket, vocab_size)) or self._capture(bucket, views.device, vocab_size)
+            if captured is None:
+                return None
+            self.last, computed = captured
+            self.last.replay()
+            return computed
+
+    @property
+    def count(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    def _view(self, bucket: Shape) -> _Views:
+        first, second = (host_arrays(buffer, bucket) for buffer in self._staging.host)
+        views = self._views[bucket] = _Views((first, second), forward_tensors(self._staging.device, bucket))
+        return views
+
+    def _capture(
+        self, bucket: Shape, forward: Forward, vocab_size: int
+    ) -> tuple[torch.cuda.CUDAGraph, Computed] | None:
+        """Warms up on the contents at hand, which a forward may compute any number of times, and captures."""
+        stream, graph, current = self._stream, torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._compute(forward, vocab_size)
+        current.wait_stream(stream)
+        try:
+            # A capture that fails leaves its stream the current one: the outer context puts that right.
+            with (
+                torch.cuda.stream(current),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                computed = self._compute(forward, vocab_size)
+        except RuntimeError as error:
+            log.warning("the model's forward cannot be captured in a CUDA graph and runs without", error=str(error))
+            self._works = False
+            # A capture that fails leaves the random generator as if it still went on.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+            return None
+        captured = self._graphs[bucket, vocab_size] = (graph, computed)
+        return captured
+
+
+def bucket_of(exact: Shape, columns: int) -> Shape | None:
+    """The smallest bucket that a forward fits, with ``columns`` of the block table; None if there is none."""
+    rows, requests, words = (
+        _at_least(ROWS, exact.rows),
+        _at_least(REQUESTS, exact.requests),
+        _at_least(WORDS, exact.words),
+    )
+    if rows is None or requests is None or words is None or exact.columns > columns:
+        return None
+    return Shape(rows, requests, words, columns, wanted=rows)
+
+
+def _at_least(sizes: Sequence[int], need: int) -> int | None:
+    return next((size for size in sizes if size >= need), None)
