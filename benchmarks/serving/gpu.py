@@ -158,10 +158,10 @@ async def at_once(client: DraftwoodClient, clients: int, *, speculate: bool) -> 
 
 
 async def measure(client: DraftwoodClient) -> dict[str, Any]:
-    """Speed with drafts and without, paired, by number of clients; median of five pairs after two to warm up."""
+    """Speed with drafts and without, paired, by number of clients; medians of the pairs after the first two."""
     out: dict[str, Any] = {}
     for clients in CLIENTS:
-        rounds = range(7 if clients > 1 else 10)
+        rounds = range(5 if clients > 1 else 8)
         pairs = [[await at_once(client, clients, speculate=s) for s in (True, False)] for _ in rounds]
         ratios = [drafted["tokens_per_s"] / plain["tokens_per_s"] for drafted, plain in pairs[2:]]
         out[f"clients_{clients}"] = {
@@ -183,28 +183,29 @@ async def main() -> bool:
     reference = cpu_answers(ModelRuntime(model, kv_pages=512, page_tokens=64), codec)
     judge = type(model).from_pretrained(demo_target(), dtype=torch.float32, attn_implementation="sdpa").eval()
     got: dict[str, dict[str, list[list[int]]]] = {}
-    speeds = {}
+    speeds: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
         async with services(dtype, logs) as client:
             got[dtype] = {
                 kind: [(await answer(client, case, speculate=kind == "drafts")).tokens for case in CASES]
                 for kind in ("drafts", "plain")
             }
-            speeds[dtype] = await measure(client)
+            if dtype == "bfloat16":
+                speeds = await measure(client)
     wide = {kind: flips(judge, codec, reference, got["float32"][kind]) for kind in ("drafts", "plain")}
     narrow = flips(judge, codec, got["bfloat16"]["plain"], got["bfloat16"]["drafts"])
     wrong = [f for found in wide.values() for f in found if f["margin"] >= NEAR_TIE]
     checks = [
         Check("gpu/float32_differences", float(len(wrong)), "==", 0.0),
         Check("gpu/bfloat16_largest_flip_margin", max((f["margin"] for f in narrow), default=0.0), "<=", 0.25),
-        Check("gpu/speedup", speeds["bfloat16"]["clients_1"]["ratio"], ">=", 1.0),
+        Check("gpu/speedup", speeds["clients_1"]["ratio"], ">=", 1.0),
     ]
     details = {
         "cases": len(CASES),
         "tokens_per_case": TOKENS,
         "float32_near_tie_flips": wide,
         "bfloat16_flips_of_drafts_against_plain": narrow,
-        "speed": speeds,
+        "bfloat16_speed": speeds,
     }
     return write("gpu", checks, details)
 
