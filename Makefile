@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export HF_HUB_DISABLE_TELEMETRY := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test test-gpu check protos bench clean
+.PHONY: demo test test-gpu check protos bench bench-gpu clean
 
 demo: $(READY)
 	@$(BIN)/draftwood demo
@@ -30,6 +30,13 @@ protos: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/serving/wire.py
 	$(BIN)/python benchmarks/serving/demo.py
+
+# Each fails if a bound is missed, and the others run all the same.
+bench-gpu: $(READY)
+	-$(BIN)/python benchmarks/kernels/attention.py
+	-$(BIN)/python benchmarks/kernels/small.py
+	-$(BIN)/python benchmarks/serving/step.py
+	-$(BIN)/python benchmarks/serving/gpu.py
 
 # torch goes in first and alone, at the pinned version, so that nothing else can pull in another build.
 $(READY): pyproject.toml constraints.txt

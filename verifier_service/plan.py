@@ -18,7 +18,7 @@ from verifier_service.width import SpeculationGate, StepTimes, admit
 PROBE_STEPS = 32
 """Steps without a node, though there were some to verify, after which one step takes them all to measure it anew."""
 
-BASELINE_STEPS = 64
+BASELINE_STEPS = 24
 """Steps with drafts after which one goes without, to keep the baseline current."""
 
 LOAD_BAND = 1.7

@@ -190,6 +190,8 @@ async def main() -> bool:
                 kind: [(await answer(client, case, speculate=kind == "drafts")).tokens for case in CASES]
                 for kind in ("drafts", "plain")
             }
+            against = reference if dtype == "float32" else got[dtype]["plain"]
+            print(dtype, "differences:", flips(judge, codec, against, got[dtype]["drafts"]), flush=True)
             if dtype == "bfloat16":
                 speeds = await measure(client)
     wide = {kind: flips(judge, codec, reference, got["float32"][kind]) for kind in ("drafts", "plain")}

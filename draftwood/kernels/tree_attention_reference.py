@@ -47,7 +47,7 @@ class HostLists:
 
 @dataclass(frozen=True)
 class ReferenceGroup:
-    """Requests that the reference computes together: as many pages each, rows padded to the longest."""
+    """Requests that the reference computes together: about as many pages each, all padded to the longest."""
 
     requests: int
     whole: bool  # the group is the batch: all its rows, in order
@@ -150,7 +150,8 @@ def _plan_groups(
     alike: dict[tuple[int, int], list[int]] = {}
     for r, n in enumerate(counts):
         if n:
-            alike.setdefault((-(-host.keys[r] // page), -1 if n <= MOST_PADDED_ROWS else r), []).append(r)
+            pages = -(-host.keys[r] // page)
+            alike.setdefault(((pages - 1).bit_length(), -1 if n <= MOST_PADDED_ROWS else r), []).append(r)
     return [_plan_group(batch, members, page, kv_heads, heads, window, dtype) for members in alike.values()]
 
 
@@ -166,7 +167,10 @@ def _plan_group(
     ]
     padded, rows = min(counts) < n, torch.tensor(places, device=device)
     real = torch.tensor([k for k in range(len(places)) if k % n < counts[k // n]], device=device) if padded else None
+    held = torch.tensor([-(-length // page) for length in lengths], device=device).unsqueeze(1)
     table = batch.block_table[members, : -(-keys // page)].long()
+    # A shorter request has no such page: its first one stands in, and `stale` hides it.
+    table = torch.where(torch.arange(table.shape[1], device=device) < held, table, table[:, :1])
     blocks = table.unsqueeze(1) * kv_heads + torch.arange(kv_heads, device=device).view(1, -1, 1)
     stale = None
     if min(lengths) < keys:
