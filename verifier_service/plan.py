@@ -164,9 +164,13 @@ class Planner:
         self, rows: int, sessions: int, tokens: int, forward_s: float, since_last_s: float, *, drafted: bool
     ) -> None:
         """Learns from a step in which every session decoded: its time and, if drafts served it, whether they paid."""
-        self.times.observe(rows, forward_s, self._load, plain=rows == sessions)
+        plain = rows == sessions
+        self.times.observe(rows, forward_s, self._load, plain=plain)
         if drafted and since_last_s < LONGEST_STEP_S:
-            self.gate.record(tokens, since_last_s, forward_s, sessions / self.times.plain(sessions, self._load))
+            plain_s = self.times.plain(sessions, self._load)
+            if not plain:
+                plain_s *= self.times.drift(rows, forward_s, self._load)
+            self.gate.record(tokens, since_last_s, forward_s, sessions / plain_s)
 
 
 def _decode_part(session: Session, tree: TokenTree, kept: IndexArray, wanted: int) -> Part:

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+SLOW = 0.02
+"""Weight of one step in the usual time of steps with nodes, once there are many."""
+
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
@@ -33,6 +36,7 @@ class StepTimes:
         self._seconds = np.asarray(seconds, np.float64)
         self._factors: dict[int, float] = {}
         self._plain_factors: dict[int, float] = {}
+        self._tree_factors: dict[int, tuple[float, int]] = {}  # slow mean over steps with nodes, and their number
 
     def observe(self, rows: int, seconds: float, load: int, weight: float = 0.1, *, plain: bool = False) -> None:
         """Learns from a step of ``seconds`` over ``rows`` rows at a load level; ``plain``: one row a session."""
@@ -42,6 +46,10 @@ class StepTimes:
         if plain:
             before = self._plain_factors.get(load, factor)
             self._plain_factors[load] = before + 0.3 * (min(factor, 2 * before) - before)
+        else:
+            mean, count = self._tree_factors.get(load, (factor, 0))
+            share = max(SLOW, 1 / (count + 1))
+            self._tree_factors[load] = mean + share * (min(factor, 2 * mean) - mean), count + 1
         factor = min(10.0, factor)
         self._factors[load] = factor if load not in self._factors else self._factor(load, weight, factor)
 
@@ -61,6 +69,14 @@ class StepTimes:
         """Seconds of a step of plain decoding."""
         factor = self._plain_factors.get(load, self._factors.get(load, 1.0))
         return float(self._measured(np.array([sessions]))[0]) * factor
+
+    def drift(self, rows: int, seconds: float, load: int) -> float:
+        """How many times its usual time a step with nodes took.
+
+        That is the machine's doing and not the drafts': plain decoding would have taken as much longer.
+        """
+        usual = float(self._measured(np.array([rows]))[0]) * self._tree_factors.get(load, (1.0, 0))[0]
+        return float(np.clip(seconds / usual, 0.5, 4.0)) if load in self._tree_factors else 1.0
 
     def _measured(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         grid, seconds = self._rows, self._seconds
@@ -94,6 +110,7 @@ class SpeculationGate:
     """
 
     trial_steps: int = 16
+    settling_steps: int = 3  # not counted at the start of a trial: drafts catch up, their scores are not calibrated
     first_dwell: int = 32
     longest_dwell: int = 512
     worth: float = 1.0
@@ -101,6 +118,7 @@ class SpeculationGate:
     _tokens: float = 0.0
     _plain: float = 0.0
     _steps: int = 0
+    _settled: int = 0
     _hold: int = 0
     _dwell: int = field(default=0)
 
@@ -118,6 +136,9 @@ class SpeculationGate:
         if not self.open:
             self._hold -= 1
             return
+        if self._settled < self.settling_steps:
+            self._settled += 1
+            return
         self.overhead_s += 0.1 * (max(0.0, seconds - forward_s) - self.overhead_s)
         keep = 1 - 1 / self.trial_steps
         self._tokens = self._tokens * keep + tokens
@@ -125,6 +146,6 @@ class SpeculationGate:
         self._steps += 1
         if self._steps >= self.trial_steps and self.advantage < self.worth:
             self._dwell = min(self.longest_dwell, max(self.first_dwell, 2 * self._dwell))
-            self._hold, self._steps, self._tokens, self._plain = self._dwell, 0, 0.0, 0.0
+            self._hold, self._steps, self._settled, self._tokens, self._plain = self._dwell, 0, 0, 0.0, 0.0
         elif self._steps >= 8 * self.trial_steps:
             self._dwell = 0
