@@ -45,6 +45,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out, for which the row's largest have to be found."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidArgument SAMPLING for the first value out of its range; NaN is out of every range."""
         t = self.temperature

@@ -41,7 +41,7 @@ class TargetSampler:
         else:
             logits = self._runtime.forward(rows)
         for k, rule in enumerate(rules):
-            if not self._on_device or not (rule.greedy or (rule.top_k == 0 and rule.top_p == 1)):
+            if not self._on_device or rule.truncates:
                 groups.setdefault(rule, []).append(k)
         pieces = torch.split(logits, counts)
         for rule, members in groups.items():

@@ -44,18 +44,12 @@ class StepTimes:
             return
         factor = seconds / float(self._measured(np.array([rows]))[0])
         if plain:
-            before = self._plain_factors.get(load, factor)
-            self._plain_factors[load] = before + 0.3 * (min(factor, 2 * before) - before)
+            self._plain_factors[load] = _follow(self._plain_factors.get(load, factor), factor, 0.3, most=2)
         else:
             mean, count = self._tree_factors.get(load, (factor, 0))
-            share = max(SLOW, 1 / (count + 1))
-            self._tree_factors[load] = mean + share * (min(factor, 2 * mean) - mean), count + 1
+            self._tree_factors[load] = _follow(mean, factor, max(SLOW, 1 / (count + 1)), most=2), count + 1
         factor = min(10.0, factor)
-        self._factors[load] = factor if load not in self._factors else self._factor(load, weight, factor)
-
-    def _factor(self, load: int, weight: float, seen: float) -> float:
-        before = self._factors[load]
-        return before + weight * (min(seen, 4 * before) - before)
+        self._factors[load] = _follow(self._factors.get(load, factor), factor, weight, most=4)
 
     def __call__(self, rows: NDArray[np.int64], load: int) -> NDArray[np.float64]:
         """Seconds of steps over ``rows`` rows at a load level."""
@@ -75,14 +69,21 @@ class StepTimes:
 
         That is the machine's doing and not the drafts': plain decoding would have taken as much longer.
         """
-        usual = float(self._measured(np.array([rows]))[0]) * self._tree_factors.get(load, (1.0, 0))[0]
-        return float(np.clip(seconds / usual, 0.5, 4.0)) if load in self._tree_factors else 1.0
+        if load not in self._tree_factors:
+            return 1.0
+        usual = float(self._measured(np.array([rows]))[0]) * self._tree_factors[load][0]
+        return float(np.clip(seconds / usual, 0.5, 4.0))
 
     def _measured(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         grid, seconds = self._rows, self._seconds
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (grid[-1] - grid[-2])) if len(grid) > 1 else seconds[0] / grid[0]
         out: NDArray[np.float64] = np.interp(rows, grid, seconds) + slope * np.maximum(0, rows - grid[-1])
         return out
+
+
+def _follow(mean: float, seen: float, weight: float, most: float) -> float:
+    """Moves a running mean towards what was seen, which counts as ``most`` times the mean at most."""
+    return mean + weight * (min(seen, most * mean) - mean)
 
 
 def admit(log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64], overhead_s: float) -> float:
