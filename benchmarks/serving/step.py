@@ -5,7 +5,8 @@ floor   the larger of (bytes of the streamed weights and of the keys and values)
         the same run.
 step    one forward over the n nodes of one request's tree behind a context of 2048 tokens, logits of all nodes
         included, as the replay of its CUDA graph. ``choose`` is the same with the choice of tokens.
-host    wall time of a whole ``choose`` call (assembly, copy, replay, ids back) less the replay's time on the device.
+host    wall time of a whole ``choose`` call from an idle device (assembly, copy, replay, ids back) less the device's time
+        for the replay in that same call. The check holds the worst of all numbers of nodes.
 
 ``python benchmarks/serving/step.py [--profile] [--no-peers]``
 """
@@ -75,6 +76,31 @@ def wall_ms(run: Callable[[], object], calls: int = 30) -> float:
         run()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
+
+
+def host_ms(run: Callable[[], object], calls: int = 30) -> float:
+    """What a call that replays a graph and waits for its result takes besides the replay's time on the device."""
+    replay = torch.cuda.CUDAGraph.replay
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        begin.record()
+        replay(graph)
+        end.record()
+
+    times = []
+    torch.cuda.CUDAGraph.replay = timed  # type: ignore[method-assign]
+    try:
+        for _ in range(calls):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            run()
+            wall = (time.perf_counter() - began) * 1e3
+            end.synchronize()
+            times.append(wall - begin.elapsed_time(end))
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
     return statistics.median(times)
 
 
@@ -156,8 +182,8 @@ def measure_target(runtime: ModelRuntime, pages: list[int], machine: dict[str, f
         choose_ms = replay_ms(runtime, choose, 20)
         floor = floor_ms(runtime.model.config, nodes, CONTEXT, machine)
         found[f"n{nodes}"] = {
-            "forward_ms": forward_ms, "choose_ms": choose_ms, "wall_ms": wall_ms(choose), "floor_ms": floor,
-            "over_floor": forward_ms / floor,
+            "forward_ms": forward_ms, "choose_ms": choose_ms, "wall_ms": wall_ms(choose), "host_ms": host_ms(choose),
+            "floor_ms": floor, "over_floor": forward_ms / floor,
         }  # fmt: skip
     return found
 
@@ -355,7 +381,7 @@ def main() -> int:
     checks += [
         Check("step/0.6b_draft_level_ms", details["0.6b"]["level_ms"], "<=", 0.6),
         Check("step/demo_draft_level_ms", details["demo_draft"]["level_ms"], "<=", 0.25),
-        Check("step/host_ms", target["n64"]["wall_ms"] - target["n64"]["choose_ms"], "<=", 0.5),
+        Check("step/host_ms", max(target[f"n{n}"]["host_ms"] for n in NODES), "<=", 0.5),
     ]
     return 0 if write("step", checks, details) else 1
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwood.kernels.overlap import launch_options, starts_early
+
 try:
     import triton
     import triton.language as tl
@@ -60,10 +62,11 @@ def _add_rms_norm_kernel(
 ):
     """One program: one row."""
     at = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + at) if PICK else at
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     dtype = out.dtype.element_ty
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(rows + at) if PICK else at
     x = tl.load(hidden + row * SIZE + column, mask=inside, other=0.0)
     if ADD:
         x = (x.to(tl.float32) + tl.load(delta + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)).to(dtype)
@@ -71,7 +74,6 @@ def _add_rms_norm_kernel(
             tl.store(hidden + row * SIZE + column, x, mask=inside)
     wide = x.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(dtype)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at * SIZE + column, (normed.to(tl.float32) * scale).to(dtype), mask=inside)
 
 
@@ -172,6 +174,7 @@ def _rotate_and_write_kernel(
     HALF: tl.constexpr,  # power of two >= HEAD_DIM / 2
     TILE: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: a few heads of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -182,6 +185,21 @@ def _rotate_and_write_kernel(
     is_query = (head < Q_HEADS)[:, None]
     is_value = (head >= Q_HEADS + KV_HEADS)[:, None]
     filled = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (dim < half)[None, :]
+    # What the step's batch and the weights say does not depend on the kernel before.
+    angle = table + tl.load(position + row).to(tl.int64) * (2 * HEAD_DIM) + dim
+    cos = tl.load(angle, mask=dim < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + HEAD_DIM + half, mask=dim < half, other=0.0).to(tl.float32)[None, :]
+    kv_head = head - Q_HEADS
+    plane = (kv_head // KV_HEADS).to(tl.int64) * pages + tl.load(page_id + row)
+    slot = (plane * KV_HEADS + kv_head % KV_HEADS) * PAGE + tl.load(page_offset + row)
+    if NORM:
+        weight = norm + head[:, None] * HEAD_DIM + dim[None, :]
+        weighted = filled & (is_value == 0)
+        weight_1 = tl.load(weight, mask=weighted, other=0.0).to(tl.float32)
+        weight_2 = tl.load(weight + half, mask=weighted, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     there = qkv + (row * (Q_HEADS + 2 * KV_HEADS) + head)[:, None] * HEAD_DIM + dim[None, :]
     raw_1 = tl.load(there, mask=filled, other=0.0)
     raw_2 = tl.load(there + half, mask=filled, other=0.0)
@@ -189,15 +207,8 @@ def _rotate_and_write_kernel(
     x_2 = raw_2.to(tl.float32)
     if NORM:
         factor = tl.rsqrt((tl.sum(x_1 * x_1, 1) + tl.sum(x_2 * x_2, 1)) / HEAD_DIM + eps)[:, None]
-        weight = norm + head[:, None] * HEAD_DIM + dim[None, :]
-        weighted = filled & (is_value == 0)
-        weight_1 = tl.load(weight, mask=weighted, other=0.0).to(tl.float32)
-        weight_2 = tl.load(weight + half, mask=weighted, other=0.0).to(tl.float32)
         x_1 = ((x_1 * factor).to(dtype).to(tl.float32) * weight_1).to(dtype).to(tl.float32)
         x_2 = ((x_2 * factor).to(dtype).to(tl.float32) * weight_2).to(dtype).to(tl.float32)
-    angle = table + tl.load(position + row).to(tl.int64) * (2 * HEAD_DIM) + dim
-    cos = tl.load(angle, mask=dim < half, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(angle + HEAD_DIM + half, mask=dim < half, other=0.0).to(tl.float32)[None, :]
     out_1 = ((x_1 * cos).to(dtype).to(tl.float32) - (x_2 * sin).to(dtype).to(tl.float32)).to(dtype)
     out_2 = ((x_2 * cos).to(dtype).to(tl.float32) + (x_1 * sin).to(dtype).to(tl.float32)).to(dtype)
     out_1 = tl.where(is_value, raw_1, out_1)
@@ -205,9 +216,6 @@ def _rotate_and_write_kernel(
     tl.debug_barrier()  # queries are rotated in place, and another warp may have them to load
     tl.store(there, out_1, mask=filled & is_query)
     tl.store(there + half, out_2, mask=filled & is_query)
-    kv_head = head - Q_HEADS
-    plane = (kv_head // KV_HEADS).to(tl.int64) * pages + tl.load(page_id + row)
-    slot = (plane * KV_HEADS + kv_head % KV_HEADS) * PAGE + tl.load(page_offset + row)
     to = cache + slot[:, None] * HEAD_DIM + dim[None, :]
     tl.store(to, out_1, mask=filled & (is_query == 0))
     tl.store(to + half, out_2, mask=filled & (is_query == 0))
@@ -223,13 +231,14 @@ def rotate_and_write_triton(
     _, pages, kv_heads, page, head_dim = cache.shape
     count = heads.query + 2 * kv_heads
     assert qkv.is_contiguous() and cache.is_contiguous() and heads.kv == kv_heads
+    early = starts_early(qkv)
     with torch.cuda.device_of(qkv):
         _rotate_and_write_kernel[(len(qkv), -(-count // HEADS_TILE))](
             qkv, cache, heads.table, heads.position, heads.page_id, heads.page_offset, qkv if norm is None else norm,
             pages, eps,
             Q_HEADS=heads.query, KV_HEADS=kv_heads, PAGE=page, HEAD_DIM=head_dim,
             HALF=triton.next_power_of_2(head_dim // 2), TILE=HEADS_TILE, NORM=norm is not None,
-            num_warps=2 if head_dim > 128 else 1,
+            EARLY=early, num_warps=2 if head_dim > 128 else 1, **launch_options(early),
         )  # fmt: skip
     return qkv.view(len(qkv), count, head_dim)[:, : heads.query]
 

@@ -1,8 +1,9 @@
 """Products of a few rows with a weight matrix: a program streams some rows of the weights past all rows of the input.
 
 With at most ``MOST_ROWS`` rows such a product is the reading of its weights, and what lies between two of them (norms,
-sums, activations: kernels of 2 us that read nothing) costs as much as a matrix of 8 MB. So the small operations move
-into the products' last lines, and of a layer's kernels between attention and attention four products are left:
+sums, activations: kernels of 2 to 4 us that read little) costs as much as a matrix of 8 to 16 MB. So the small
+operations move into the products' last lines, and of a layer's kernels between attention and attention four products
+are left:
 
 residual sum   ``linear_add`` adds its product to ``hidden`` and also writes what the next norm needs: the sum times the
                norm's weight, and each program's share of the sums of squares.
@@ -15,16 +16,21 @@ product and sum one after the other, there is one rounding less.
 """
 
 # Kernels take pointers and sizes by position, and Triton gives them no Python types.
+# ruff: noqa: PLR0912, PLR0915
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from threading import get_ident
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from draftwood.kernels.overlap import launch_options, starts_early
 
 try:
     import triton
@@ -32,7 +38,19 @@ try:
 except ImportError:  # macOS has no Triton; the references serve there
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda plain: plain))
 
-MOST_ROWS = 16
+FEWEST_ROWS = 16
+"""Computed even if there are fewer: what a tensor core's instruction takes."""
+
+MOST_ROWS = 64
+
+FEWEST_PROGRAMS = {FEWEST_ROWS: 64, MOST_ROWS: 96}
+"""Of a product, by the rows that are computed; with fewer, the input is cut as well (measured on an H200)."""
+
+MOST_SPLITS = 4
+MOST_TILES = 96
+"""Of a product whose input is cut."""
+
+HOPPER_SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +58,7 @@ class Normed:
     """A norm's output that still lacks the division by each row's root mean square; ``squares`` None: it lacks none."""
 
     scaled: Tensor  # [rows, size], the norm's input times its weight
-    squares: Tensor | None  # float32 [shares, MOST_ROWS], sums of squares of the norm's input, in shares
+    squares: Tensor | None  # float32 [shares, rows or more], sums of squares of the norm's input, in shares
     eps: float
 
 
@@ -67,8 +85,7 @@ def linear_swiglu_reference(x: Normed, gate_up: Tensor) -> Tensor:
 def linear_add_reference(x: Tensor, weight: Tensor, hidden: Tensor, gain: Tensor, eps: float) -> Normed:
     """Adds x @ weight.T to ``hidden`` [rows, out], and normalises the sum with weight ``gain`` [out]."""
     hidden.copy_((hidden.float() + x.float() @ weight.float().T).to(hidden.dtype))
-    squares = torch.zeros(1, MOST_ROWS, device=x.device)
-    squares[0, : len(x)] = hidden.float().square().sum(1)
+    squares = hidden.float().square().sum(1)[None]
     return Normed((hidden.float() * gain.float()).to(hidden.dtype), squares, eps)
 
 
@@ -82,6 +99,8 @@ def _few_rows_kernel(
     gain,  # read if ADD
     out,
     squares_out,  # written if ADD
+    partial,  # float32 [tiles, SPLITS, 1 + GATED, TILE, ROWS] if SPLITS > 1
+    arrived,  # int32 [tiles], zeros before and after, if SPLITS > 1
     rows,
     eps,
     INNER: tl.constexpr,
@@ -89,31 +108,66 @@ def _few_rows_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
     SHARES: tl.constexpr,
     LANES: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program: ``TILE`` columns of the output, for all rows."""
+    """One program: ``TILE`` columns of the output, for all rows, over one of ``SPLITS`` parts of the input; the last
+    program of a tile to end adds the parts up, in order."""
     row = tl.arange(0, ROWS)
     real = row < rows
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tile = tl.program_id(0)
+    column = tile * TILE + tl.arange(0, TILE)
     at = tl.arange(0, STEP)
     dtype = out.dtype.element_ty
     w_at = weight + column.to(tl.int64)[:, None] * INNER + at[None, :]
     x_at = x + row[None, :] * INNER + at[:, None]
+    out_at = row[None, :] * OUTER + column[:, None]
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if NORM:  # loaded ahead, so that the first weights do not wait for it, nor it for the last
+        share = tl.arange(0, LANES)
+        squares = tl.load(squares_in + share[:, None] * ROWS + row[None, :], mask=(share < SHARES)[:, None], other=0.0)
+    if ADD and SPLITS == 1:
+        before = tl.load(hidden + out_at, mask=real[None, :], other=0.0).to(tl.float32)
+        scale = tl.load(gain + column).to(tl.float32)
     acc = tl.zeros([TILE, ROWS], tl.float32)
     up = tl.zeros([TILE, ROWS], tl.float32)
-    for step in range(0, INNER, STEP):
+    first = tl.program_id(1) * (INNER // SPLITS)
+    for step in range(first, first + INNER // SPLITS, STEP):
         xs = tl.load(x_at + step, mask=real[None, :], other=0.0)
         acc = tl.dot(tl.load(w_at + step), xs, acc)
         if GATED:
             up = tl.dot(tl.load(w_at + OUTER * INNER + step), xs, up)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if SPLITS > 1:
+        size: tl.constexpr = TILE * ROWS
+        each: tl.constexpr = (1 + GATED) * size
+        parts = partial + tile.to(tl.int64) * (SPLITS * each) + tl.arange(0, TILE)[:, None] * ROWS + row[None, :]
+        tl.store(parts + tl.program_id(1) * each, acc)
+        if GATED:
+            tl.store(parts + tl.program_id(1) * each + size, up)
+        tl.debug_barrier()  # all of the part is written before it is counted
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(arrived + tile, 0)
+        acc = tl.load(parts, cache_modifier=".cg")
+        if GATED:
+            up = tl.load(parts + size, cache_modifier=".cg")
+        for split in tl.static_range(1, SPLITS):
+            acc += tl.load(parts + split * each, cache_modifier=".cg")
+            if GATED:
+                up += tl.load(parts + split * each + size, cache_modifier=".cg")
+    if ADD and SPLITS > 1:
+        before = tl.load(hidden + out_at, mask=real[None, :], other=0.0).to(tl.float32)
+        scale = tl.load(gain + column).to(tl.float32)
     if NORM:
-        share = tl.arange(0, LANES)
-        squares = tl.load(squares_in + share[:, None] * ROWS + row[None, :], mask=(share < SHARES)[:, None], other=0.0)
         factor = tl.rsqrt(tl.sum(squares, 0) / INNER + eps)
         acc = acc * factor[None, :]
         up = up * factor[None, :]
@@ -121,37 +175,50 @@ def _few_rows_kernel(
         acc += tl.load(bias + column).to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
-    out_at = row[None, :] * OUTER + column[:, None]
     if ADD:
-        total = (tl.load(hidden + out_at, mask=real[None, :], other=0.0).to(tl.float32) + acc).to(dtype)
+        total = (before + acc).to(dtype)
         tl.store(hidden + out_at, total, mask=real[None, :])
         wide = total.to(tl.float32)
-        tl.store(squares_out + tl.program_id(0) * ROWS + row, tl.sum(wide * wide, 0))
-        acc = wide * tl.load(gain + column).to(tl.float32)[:, None]
+        tl.store(squares_out + tile * ROWS + row, tl.sum(wide * wide, 0))
+        acc = wide * scale[:, None]
     tl.store(out + out_at, acc.to(dtype), mask=real[None, :])
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """How a product is cut: columns of a program, inputs of an iteration, warps, stages."""
+    """How a product is cut: rows that are computed, columns of a program, inputs of an iteration, parts of the input,
+    warps, stages."""
 
+    rows: int
     tile: int
     step: int
+    splits: int
     warps: int
     stages: int
 
 
-def plan_linear(inner: int, outer: int, matrices: int) -> LinearPlan | None:
-    """A plan for ``matrices`` products [outer, inner] of one input; None if the sizes are not whole tiles.
+def plan_linear(
+    inner: int, outer: int, matrices: int, rows: int = 1, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> LinearPlan | None:
+    """A plan for ``matrices`` products [outer, inner] of one input, of two bytes a number; None if the sizes are not
+    whole tiles.
 
-    Rows of 512 bytes at a time are what memory serves best; three tiles of them in flight in each of two programs of a
-    multiprocessor keep it busy.
+    ``shared_bytes`` are what a program may have. Measured on an H200: 64 columns to a program, lines of 256 bytes, and
+    so many of them in flight that two programs of a multiprocessor keep memory busy.
     """
-    step = next((s for s in (256, 128, 64) if inner % s == 0), 0)
-    if outer % 32 or not step:
+    tile = next((t for t in (64, 32) if outer % t == 0), 0)
+    step = next((s for s in (128, 64) if inner % s == 0), 0)
+    if not tile or not step or rows > MOST_ROWS:
         return None
-    buffers = 3 if matrices == 1 else 2  # of 256 inputs
-    return LinearPlan(tile=32, step=step, warps=4, stages=buffers * 256 // step + 1)
+    computed = FEWEST_ROWS if rows <= FEWEST_ROWS else MOST_ROWS
+    splits = 1
+    while (
+        splits < MOST_SPLITS and outer // tile * splits < FEWEST_PROGRAMS[computed] and inner % (2 * splits * step) == 0
+    ):
+        splits *= 2
+    stage_bytes = 2 * step * (tile * matrices + computed)
+    stages = min((6 if computed == FEWEST_ROWS else 5) - (matrices - 1), shared_bytes // stage_bytes)
+    return LinearPlan(computed, tile, step, splits, warps=4, stages=max(1, stages))
 
 
 def _launch(
@@ -165,22 +232,47 @@ def _launch(
 ) -> tuple[Tensor, Tensor | None]:
     rows, inner = x.scaled.shape
     outer = len(weight) // (1 + gated)
-    plan = plan or plan_linear(inner, outer, 1 + gated)
-    assert plan and rows <= MOST_ROWS and x.scaled.is_contiguous() and weight.is_contiguous()
+    plan = plan or plan_linear(inner, outer, 1 + gated, rows, _shared_bytes(weight.device))
+    assert plan and rows <= plan.rows and x.scaled.is_contiguous() and weight.is_contiguous()
+    assert x.squares is None or x.squares.shape[1] == plan.rows
     out = torch.empty((rows, outer), dtype=weight.dtype, device=weight.device)
-    programs = outer // plan.tile
-    squares = None if hidden is None else torch.empty((programs, MOST_ROWS), dtype=torch.float32, device=weight.device)
+    tiles, split = outer // plan.tile, plan.splits > 1
+    assert tiles <= MOST_TILES or not split
+    squares, parts, arrived = None, out, out
+    if hidden is not None:
+        squares = torch.empty((tiles, plan.rows), dtype=torch.float32, device=weight.device)
+    if split:
+        size = (tiles, plan.splits, 1 + gated, plan.tile, plan.rows)
+        parts = torch.empty(size, dtype=torch.float32, device=weight.device)
+        arrived = _counters(weight.device, get_ident())
     shares = 1 if x.squares is None else len(x.squares)
+    early = starts_early(x.scaled)
     with torch.cuda.device_of(weight):
-        _few_rows_kernel[(programs,)](
+        _few_rows_kernel[(tiles, plan.splits)](
             x.scaled, weight, weight if bias is None else bias, weight if x.squares is None else x.squares,
             weight if hidden is None else hidden, weight if gain is None else gain, out,
-            weight if squares is None else squares, rows, x.eps,
-            INNER=inner, OUTER=outer, ROWS=MOST_ROWS, TILE=plan.tile, STEP=plan.step, SHARES=shares,
-            LANES=triton.next_power_of_2(shares), BIAS=bias is not None, NORM=x.squares is not None, GATED=gated,
-            ADD=hidden is not None, num_warps=plan.warps, num_stages=plan.stages,
+            weight if squares is None else squares, parts, arrived, rows, x.eps,
+            INNER=inner, OUTER=outer, ROWS=plan.rows, TILE=plan.tile, STEP=plan.step, SPLITS=plan.splits,
+            SHARES=shares, LANES=triton.next_power_of_2(shares), BIAS=bias is not None, NORM=x.squares is not None,
+            GATED=gated, ADD=hidden is not None, EARLY=early, num_warps=plan.warps, num_stages=plan.stages,
+            **launch_options(early),
         )  # fmt: skip
     return out, squares
+
+
+@lru_cache(maxsize=16)
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
+
+
+@lru_cache(maxsize=16)
+def _counters(device: torch.device, thread: int) -> Tensor:
+    """Zeros that every launch leaves zeros. A thread's launches follow one another, so that they can share them."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def linear_triton(x: Normed, weight: Tensor, bias: Tensor | None = None, plan: LinearPlan | None = None) -> Tensor:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwood.kernels.overlap import can_overlap, launch_options, starts_early
 from draftwood.kernels.tree_attention_reference import AttentionBatch, tree_attention_reference
 
 try:
@@ -86,23 +87,23 @@ class _Device:
 def plan_launch(query: Tensor, key_cache: Tensor, batch: AttentionBatch) -> LaunchPlan:
     """Plan from shapes. Mean rows per request give the row tile, which decides everything else.
 
-    Measured on an H200 (`docs/kernels.md`): 16 rows win where every request has a plain row; from a few nodes on 64
-    rows do, as wgmma starts there and two programs share a multiprocessor; 128 rows never win. Where all rows fit one
-    tile and there are few requests, these are cut into so many chunks that half as many, one program to a
-    multiprocessor, read no slower and are merged faster. With ``requests`` rounded up for a captured graph a request
+    Measured on an H200 (`docs/kernels.md`): 16 rows win where every one of many requests has a plain row; else 64 rows
+    do, as wgmma starts there and two programs share a multiprocessor; 128 rows never win. Where all rows fit one tile
+    and there are few requests, these are cut into so many chunks that half as many, one program to a multiprocessor,
+    read no slower and are merged faster. With ``requests`` rounded up for a captured graph a request
     may have more rows than the mean says, which costs time, nothing else.
     """
     rows, q_heads, _ = query.shape
     kv_heads, requests = key_cache.shape[1], batch.block_table.shape[0]
     group, device = q_heads // kv_heads, _device(query)
-    if not device.tensor_cores or (rows <= requests and group <= 16):
+    wgmma = device.hopper and device.tensor_cores
+    alone = wgmma and rows * group <= 64 and 4 * requests * kv_heads <= device.multiprocessors
+    if not device.tensor_cores or (rows <= requests and group <= 16 and not alone):
         row_tile = 16
-    elif device.hopper:
+    elif wgmma:
         row_tile = 64
     else:
         row_tile = 32 if rows * group <= 32 * requests else 64
-    few = rows * group <= row_tile and 4 * requests * kv_heads <= device.multiprocessors
-    alone = device.hopper and row_tile == 64 and few
     return _plan(query, key_cache, row_tile, device, alone=alone)
 
 
@@ -379,6 +380,8 @@ def _tree_attention_kernel(
         tl.program_id(0), row_start, context, key_count, rows, requests, window, KV_HEADS, slots, places,
         GROUP, PAGE, ROW_TILE, REQUESTS, CANDIDATES, MIN_CHUNK, FIXED_CHUNK, WINDOW,
     )  # fmt: skip
+    if EARLY:  # so far nothing depends on the kernel before
+        tl.extra.cuda.gdc_wait()
     begin = tl.load(row_start + request)
     end = tl.load(row_start + request + 1, mask=request < requests, other=rows)
     packed_rows = (end - begin) * GROUP
@@ -400,7 +403,7 @@ def _tree_attention_kernel(
         tl.store(out + out_at, tl.zeros([ROW_TILE, DIMS], out.dtype.element_ty), mask=filled)
         return
     keys = tl.load(key_count + request)
-    first_page, stop_page, _ = _size(tl.load(context + request), keys, window, PAGE, WINDOW)
+    first_page, stop_page, tail_pages = _size(tl.load(context + request), keys, window, PAGE, WINDOW)
 
     q_at = row[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :]
     q = tl.load(query + q_at, mask=filled, other=0.0)
@@ -420,8 +423,13 @@ def _tree_attention_kernel(
     block = PAGE * HEAD_DIM
 
     tiles: tl.constexpr = PAGE // KEY_TILE
-    start = tl.minimum(first_page + chunk * chunk_pages, stop_page) * tiles
-    stop = tl.minimum(first_page + (chunk + 1) * chunk_pages, stop_page) * tiles
+    if FIXED_CHUNK:
+        start, stop = chunk * chunk_pages, (chunk + 1) * chunk_pages
+    else:  # as even as whole pages allow, the tail counted with the last chunk
+        weighed = stop_page - first_page + tl.minimum(tail_pages, chunk_pages)
+        start, stop = weighed * chunk // chunks, weighed * (chunk + 1) // chunks
+    start = tl.minimum(first_page + start, stop_page) * tiles
+    stop = tl.minimum(first_page + stop, stop_page) * tiles
     at = tl.arange(0, KEY_TILE)
     page_id = tl.load(table + start // tiles)
     for step in range(start, stop):
@@ -490,6 +498,7 @@ def _merge_kernel(
     """Add up the chunks of a few packed rows, each weighted by its softmax sum, CHUNKS at a time."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     packed = tl.program_id(0) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
@@ -567,7 +576,7 @@ def tree_attention_triton(
     partial_log = torch.empty(places, dtype=torch.float32, device=query.device)
     merge_from = torch.empty((rows * group if split else 0, 2), dtype=torch.int32, device=query.device)
     key_blocks, value_blocks = (_blocks(cache, plan) for cache in (key_cache, value_cache))
-    early = query.is_cuda and plan.descriptors  # dependent launch is Hopper's too
+    early = can_overlap(query)
     width = triton.next_power_of_2(requests)
     with torch.cuda.device_of(query):
         _tree_attention_kernel[(items * kv_heads,)](
@@ -580,14 +589,14 @@ def tree_attention_triton(
             CANDIDATES=max(2, min(MOST_CANDIDATES, 2048 // width)), MIN_CHUNK=plan.min_chunk,
             FIXED_CHUNK=plan.fixed_chunk, SPLIT=split, DESCRIPTORS=plan.descriptors, EARLY=early, WINDOW=window > 0,
             SOFTCAP=softcap > 0, SINKS=sinks is not None, num_warps=plan.warps, num_stages=plan.stages,
+            **launch_options(starts_early(query)),
         )  # fmt: skip
         if split:
             chunk_tile, merge_rows = _merge_tile(plan, rows * group, requests, columns, kv_heads, dims)
-            options: dict[str, Any] = {"launch_pdl": True} if early else {}
             _merge_kernel[-(-rows * group // merge_rows), kv_heads](
                 out, partial, partial_log, merge_from, rows * group, items,
                 GROUP=group, HEAD_DIM=head_dim, DIMS=dims, ROW_TILE=plan.row_tile, MERGE_ROWS=merge_rows,
-                CHUNKS=chunk_tile, EARLY=early, num_warps=4, **options,
+                CHUNKS=chunk_tile, EARLY=early, num_warps=4, **launch_options(early),
             )  # fmt: skip
     return out
 

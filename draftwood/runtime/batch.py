@@ -245,10 +245,10 @@ class Ragged:
 
     def _write_words(self, words: IntArray) -> None:
         """Bit j of a row's words is what it sees of slot base + j; slots of the prefix in the first page are seen."""
-        shift = self.context % self.page
-        bits = np.arange(words.shape[1] * WORD_BITS) < shift[self.owner][:, None]
-        for part, first, at in zip(self.parts, self.row_start, shift, strict=False):
+        bits = np.zeros((self.rows, words.shape[1] * WORD_BITS), np.bool_)
+        for part, first, at in zip(self.parts, self.row_start, self.context % self.page, strict=False):
             n, tail = part.visible.shape
+            bits[first : first + n, :at] = True
             bits[first : first + n, at : at + tail] = part.visible
         words[: self.rows] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         words[self.rows :] = 0

@@ -194,7 +194,8 @@ def _is_foldable(layer: _Layer) -> bool:
         return False
     sizes = [(p.weight.shape, 1) for p in (layer.qkv, layer.out, layer.down)]
     inner, gate_up = layer.gate_up.weight.shape[1], layer.gate_up.weight.shape[0] // 2
-    return all(plan_linear(i, o, n) for (o, i), n in sizes) and plan_linear(inner, gate_up, 2) is not None
+    sizes.append(((gate_up, inner), 2))
+    return all(plan_linear(i, o, n, rows) for (o, i), n in sizes for rows in (1, MOST_ROWS))
 
 
 def _layer(model: PreTrainedModel, layer: Any) -> _Layer:

@@ -52,7 +52,7 @@ CASES = [
     pytest.param(INTERPRETED, torch.float16, id="kernel-float16", marks=NO_GPU),
     *[pytest.param(COMPILED, t, id=f"compiled-{str(t)[6:]}", marks=ON_GPU) for t in (torch.float16, torch.bfloat16)],
 ]
-ROWS = [1, 5, MOST_ROWS]
+ROWS = [1, 5, 16, 33, MOST_ROWS]
 
 
 def near(got: Tensor, want: Tensor) -> None:
@@ -64,7 +64,7 @@ def near(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize(("run", "dtype"), CASES)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("inner", "outer"), [(256, 64), (192, 128)])
+@pytest.mark.parametrize(("inner", "outer"), [(256, 64), (192, 128), (64, 512)])
 def test_a_layers_products_equal_norm_product_and_sum(
     run: Run, dtype: torch.dtype, rows: int, inner: int, outer: int
 ) -> None:
@@ -112,14 +112,24 @@ def test_a_row_does_not_depend_on_its_neighbours(run: Run, dtype: torch.dtype) -
         assert torch.equal(all_of_them.squares[:, 4], one.squares[:, 0])
 
 
+@pytest.mark.parametrize("shared_bytes", [64 << 10, 99 << 10, 227 << 10])
+@pytest.mark.parametrize("rows", [1, 17, MOST_ROWS])
 @pytest.mark.parametrize(
     "sizes", [(4096, 6144, 1), (4096, 14336, 2), (14336, 4096, 1), (1024, 3072, 2), (576, 960, 1), (128, 512, 2)]
 )
-def test_plans_cut_whole_tiles(sizes: tuple[int, int, int]) -> None:
-    plan = plan_linear(*sizes)
-    assert isinstance(plan, LinearPlan)
-    assert sizes[1] % plan.tile == 0 and sizes[0] % plan.step == 0
+def test_plans_cut_whole_tiles(sizes: tuple[int, int, int], rows: int, shared_bytes: int) -> None:
+    inner, outer, matrices = sizes
+    plan = plan_linear(*sizes, rows, shared_bytes)
+    assert isinstance(plan, LinearPlan) and plan.rows >= rows
+    assert outer % plan.tile == 0 and inner % (plan.step * plan.splits) == 0
+    assert plan.stages * 2 * plan.step * (plan.tile * matrices + plan.rows) <= shared_bytes
+
+
+def test_an_input_is_cut_where_there_would_be_few_programs() -> None:
+    plan = plan_linear(3072, 1024, 1)
+    assert plan is not None and plan.splits == 4
 
 
 def test_sizes_that_are_no_whole_tiles_have_no_plan() -> None:
     assert plan_linear(100, 64, 1) is None and plan_linear(128, 100, 1) is None
+    assert plan_linear(4096, 4096, 1, MOST_ROWS + 1) is None

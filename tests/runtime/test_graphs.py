@@ -121,6 +121,6 @@ def test_graphs_captured_ahead_leave_the_pages_alone() -> None:
     captured = runtime(CONFIG, graphs=True)
     fill(captured)
     before = captured.cache[:, :, :PAGES].clone()
-    captured.capture([(1, 1), (64, 1), (16, 16), (200, 3)])
+    captured.capture(sizes=[(1, 1), (64, 1), (16, 16), (200, 3)])
     assert torch.equal(captured.cache[:, :, :PAGES], before)
     assert captured.graphs is not None and captured.graphs.count == 4

@@ -1,0 +1,44 @@
+"""Dependent launch, from Hopper on: a kernel starts while the one before it ends.
+
+A forward of few rows is a hundred or more short kernels one after the other, and each starts 1 to 2 us after the last
+one's end. A kernel that is launched with ``launch_options`` may start once all programs of the kernel before have
+called ``tl.extra.cuda.gdc_launch_dependents`` or ended. It does what depends on no other kernel, and its ``gdc_wait``
+returns when the kernel before has ended and its memory is visible. Every program of a kernel so launched waits, so that
+a kernel's end is also the end of all before it. What is read before the wait must not be written by a kernel that lets
+its dependents start early.
+
+Programs that start early take the places that the kernel before leaves, which are not evenly spread: kernels that are
+bound by memory let their dependents start when their own reading is done.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_ROWS = 64
+"""Of a forward whose kernels start early. With more rows a kernel has several programs to a multiprocessor, and those
+of the next one among them cost more than they save (measured on an H200)."""
+
+
+@lru_cache(maxsize=16)
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def can_overlap(tensor: Tensor) -> bool:
+    """Whether the GPU of a tensor, if it is on one, knows dependent launch."""
+    return tensor.is_cuda and _is_hopper(tensor.device)
+
+
+def starts_early(x: Tensor) -> bool:
+    """Whether the kernel over these rows [rows, ...] is launched to start early."""
+    return len(x) <= MOST_ROWS and can_overlap(x)
+
+
+def launch_options(early: bool) -> dict[str, Any]:
+    """What to launch a kernel with that starts early."""
+    return {"launch_pdl": True} if early else {}
