@@ -16,7 +16,7 @@ test: $(READY)
 	$(BIN)/pytest -m "not gpu"
 
 test-gpu: $(READY)
-	$(BIN)/pytest -m gpu
+	$(BIN)/python benchmarks/gpu_tests.py
 
 check: $(READY)
 	$(BIN)/ruff check .

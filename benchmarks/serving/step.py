@@ -5,8 +5,8 @@ floor   the larger of (bytes of the streamed weights and of the keys and values)
         the same run.
 step    one forward over the n nodes of one request's tree behind a context of 2048 tokens, logits of all nodes
         included, as the replay of its CUDA graph. ``choose`` is the same with the choice of tokens.
-host    wall time of a whole ``choose`` call from an idle device (assembly, copy, replay, ids back) less the device's time
-        for the replay in that same call. The check holds the worst of all numbers of nodes.
+host    wall time of a whole ``choose`` call from an idle device (assembly, copy, replay, ids back) less the device's
+        time for the replay in that same call. The check holds the worst of all numbers of nodes.
 
 ``python benchmarks/serving/step.py [--profile] [--no-peers]``
 """

@@ -48,7 +48,8 @@ __all__ = [
 ]
 
 SMALLEST_CHUNK = 256
-"""Keys; a smaller chunk costs more in partial results than a program of its own gains."""
+"""Keys; a smaller chunk costs more in partial results than a program of its own gains. Half as many where a program has
+a multiprocessor to itself."""
 
 MERGED_CHUNKS = 16
 """Most chunks that a merging program adds up at once, for so many rows that it loads MERGED_VALUES in all."""
@@ -132,7 +133,7 @@ def _plan(query: Tensor, key_cache: Tensor, row_tile: int, device: _Device, *, a
         warps=warps,
         stages=stages,
         slots=device.multiprocessors * (1 if alone else max(1, min(by_shared, by_registers))),
-        min_chunk=-(-SMALLEST_CHUNK // page),
+        min_chunk=-(-SMALLEST_CHUNK // (2 * page if alone else page)),
         descriptors=device.hopper and device.tensor_cores and item_bytes == 2,
     )
 
