@@ -96,10 +96,8 @@ class PieceStream:
         """The text of the tokens whose characters are not complete, as it is if none follow."""
         if not self._pending:
             return ""
-        before, pending = self._decode(self._given), self._pending
-        whole = self._decode([*self._given, *pending])
-        self._pending = []
-        return whole[len(before) :] if whole.startswith(before) else self._decode(pending)
+        before, whole = self._decode(self._given), self._decode([*self._given, *self._pending])
+        return whole[len(before) :] if whole.startswith(before) else self._decode(self._pending)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)

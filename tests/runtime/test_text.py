@@ -14,46 +14,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
-from draftwood.acceptance import Emission, Ending, FinishReason, emit
+from draftwood.acceptance import Emission, emit
 from draftwood.runtime.text import PieceStream, TextStream
-from draftwood.stop_strings import StopStrings
+from tests.endings import LENGTH, STOP, WORDS, Asked, plain, words
 from tests.tiny_tokenizers import SPECIAL, TEXTS, TOKENIZERS, decode
-
-STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-FAR = 10**6
 
 
 @cache
 def tokenizer_of(kind: str) -> Tokenizer:
     return TOKENIZERS[kind]()
-
-
-WORDS = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("ab.", repeat=size)]
-
-
-@cache
-def words() -> Tokenizer:
-    """Token k is ``WORDS[k]``; a text is its words one after the other."""
-    tokenizer = Tokenizer(WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    tokenizer.decoder = decoders.Fuse()
-    return tokenizer
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What ends a text."""
-
-    stop_token_ids: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
-    max_tokens: int = FAR
-    include: bool = False
-
-    @property
-    def ending(self) -> Ending:
-        return Ending(self.stop_token_ids, self.max_tokens)
-
-    def text(self, tokenizer: Tokenizer) -> TextStream:
-        return TextStream(PieceStream(tokenizer), StopStrings(self.stop) if self.stop else None, self.include)
 
 
 @dataclass
@@ -86,34 +55,6 @@ def deliver(tokenizer: Tokenizer, asked: Asked, runs: Sequence[Sequence[int]], r
     return got
 
 
-@dataclass
-class Whole:
-    """What the plain decoder delivers."""
-
-    count: int
-    finish: FinishReason | None
-    stop: int | str | None
-    text: str
-
-
-def plain(asked: Asked, tokens: Sequence[int], of: Sequence[str] = WORDS) -> Whole:
-    """The oracle: one token at a time, the whole text searched anew for every stop string."""
-    text = ""
-    for count, token in enumerate(tokens, start=1):
-        stopped = token in asked.stop_token_ids
-        if asked.include or not stopped:
-            text += of[token]
-        complete = [(text.index(string) + len(string), -len(string), string) for string in asked.stop if string in text]
-        if complete:
-            end, _, string = min(complete)
-            return Whole(count, STOP, string, text[: end if asked.include else end - len(string)])
-        if stopped:
-            return Whole(count, STOP, token, text)
-        if count == asked.max_tokens:
-            return Whole(count, LENGTH, None, text)
-    return Whole(len(tokens), None, None, text)
-
-
 def cut(tokens: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Runs of these sizes, the last one has the rest."""
     ends = [*itertools.accumulate(sizes)]
@@ -130,12 +71,12 @@ def random_cut(tokens: Sequence[int], rng: random.Random, longest: int = 8) -> l
 def check(asked: Asked, runs: Sequence[Sequence[int]]) -> Delivered:
     """Delivered and plain agree on tokens, reason, cause and text, and each piece came as early as it could."""
     tokens = [token for run in runs for token in run]
-    want, got = plain(asked, tokens), deliver(words(), asked, runs)
+    want, got = plain(asked, tokens, [WORDS[token] for token in tokens]), deliver(words(), asked, runs)
     assert (len(got.tokens), got.last.finish, got.last.stop) == (want.count, want.finish, want.stop)
     assert got.tokens == tokens[: want.count]
     beginnings = {string[:size] for string in asked.stop for size in range(1, len(string))}
     for count in range(1, want.count + (want.finish is None)):
-        so_far = plain(asked, tokens[:count]).text
+        so_far = plain(asked, tokens[:count], [WORDS[token] for token in tokens]).text
         held = max((len(b) for b in beginnings if so_far.endswith(b)), default=0) if not asked.include else 0
         assert "".join(got.pieces[:count]) == so_far[: len(so_far) - held]
     if want.finish:
