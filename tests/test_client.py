@@ -202,7 +202,7 @@ class SkippingRouter:
 
 
 class BreakingRouter(SkippingRouter):
-    """Breaks the first call: one of its texts has ended, one has begun, one has not."""
+    """Breaks the first call: one of its texts has ended, one has begun, one has not. Is not back at once."""
 
     def __init__(self) -> None:
         self.asked: list[verifier_pb2.Generation] = []
@@ -210,6 +210,8 @@ class BreakingRouter(SkippingRouter):
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
         self.asked.append(request.generation)
         first = len(self.asked) == 1
+        if 1 < len(self.asked) < 4:
+            raise Unavailable("LOADING", "not yet")
         for event in self.broken() if first else self.whole(request.generation):
             yield router_pb2.RouterServiceGenerateResponse(event=event)
         if first:
@@ -219,11 +221,11 @@ class BreakingRouter(SkippingRouter):
         chunk = verifier_pb2.Chunk(offset=0, tokens=[1], pieces=["a"])
         finished = verifier_pb2.Finished(stop_string="a", reason=verifier_pb2.FINISH_REASON_STOP)
         return [
-            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=1), index=2),
-            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=2), index=0),
+            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=1), index=0),
+            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=2), index=2),
             verifier_pb2.GenerationEvent(chunk=chunk, index=2),
             verifier_pb2.GenerationEvent(chunk=chunk, index=0),
-            verifier_pb2.GenerationEvent(finished=finished, index=2),
+            verifier_pb2.GenerationEvent(finished=finished, index=0),
         ]
 
     def whole(self, generation: verifier_pb2.Generation) -> list[verifier_pb2.GenerationEvent]:
@@ -245,10 +247,9 @@ async def test_after_a_break_only_the_texts_that_have_not_ended_are_asked_for() 
         events = await collect(client, n=3, temperature=1.0, seed=5)
     await server.stop(0.0)
     assert router.asked[0].n == 3
-    assert sorted((g.sampling.seed, len(g.resume_tokens)) for g in router.asked[1:]) == sorted(
-        [(choice_seed(5, 0), 1), (choice_seed(5, 1), 0)]
-    )
-    for k, stop, length in ((0, 7, 4), (1, 7, 4), (2, "a", 1)):
+    begun, unseen = (choice_seed(5, 2), 1), (choice_seed(5, 1), 0)
+    assert sorted((g.sampling.seed, len(g.resume_tokens)) for g in router.asked[1:]) == sorted([begun, unseen] * 2)
+    for k, stop, length in ((0, "a", 1), (1, 7, 4), (2, 7, 4)):
         own = [event for event in events if event.index == k]
         assert [type(event) for event in (own[0], own[-1])] == [Started, Finished]
         assert sum(isinstance(event, Started) for event in own) == 1 and len(tokens_of(own)) == length
