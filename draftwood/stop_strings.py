@@ -5,7 +5,7 @@ longest counts. So the end does not depend on how the text is cut into tokens or
 are compared as they are: no case folding, no normalisation.
 
 The search is the automaton of Aho and Corasick (CACM 1975): a node for every beginning of a stop string, and the node
-a search is at is the longest beginning that the text so far ends with. Its length is how much of the text may still
+a search is at is the longest beginning that the text so far ends with. So it also says how much of the text may still
 turn out to belong to a stop string.
 """
 
@@ -64,5 +64,7 @@ class StopStrings:
         return self._found[node]
 
     def pending(self, node: int) -> int:
-        """How many of the text's last characters may be the beginning of a stop string."""
+        """How many of the text's last characters may be the beginning of a stop string that is not complete."""
+        while node and not self._children[node]:
+            node = self._fallback[node]
         return self._length[node]

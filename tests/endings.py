@@ -35,13 +35,15 @@ class Asked:
     stop: tuple[str, ...] = ()
     max_tokens: int = FAR
     include: bool = False
+    min_tokens: int = 0  # before a stop string counts
 
     @property
     def ending(self) -> Ending:
         return Ending(self.stop_token_ids, self.max_tokens)
 
     def text(self, tokenizer: Tokenizer) -> TextStream:
-        return TextStream(PieceStream(tokenizer), StopStrings(self.stop) if self.stop else None, self.include)
+        stops = StopStrings(self.stop) if self.stop else None
+        return TextStream(PieceStream(tokenizer), stops, self.include, self.min_tokens)
 
 
 @dataclass
@@ -56,12 +58,15 @@ class Whole:
 
 def plain(asked: Asked, tokens: Sequence[int], texts: Sequence[str]) -> Whole:
     """One token at a time, the whole text searched anew for every stop string; ``texts`` are the tokens' own."""
-    text = ""
+    text, passed = "", 0
     for count, (token, own) in enumerate(zip(tokens, texts, strict=False), start=1):
         stopped = token in asked.stop_token_ids
         if asked.include or not stopped:
             text += own
-        complete = [(text.index(string) + len(string), -len(string), string) for string in asked.stop if string in text]
+        if count <= asked.min_tokens:
+            passed = len(text)
+        ends = range(passed + 1, len(text) + 1)
+        complete = [(end, -len(string), string) for end in ends for string in asked.stop if text[:end].endswith(string)]
         if complete:
             end, _, string = min(complete)
             return Whole(count, STOP, string, text[: end if asked.include else end - len(string)])

@@ -18,7 +18,7 @@ STRINGS = st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=
 @example(["abab", "babc"], "ababc")
 def test_after_every_character_it_knows_what_the_text_ends_with(strings: list[str], text: str) -> None:
     stops, node = StopStrings(strings), 0
-    beginnings = {string[:length] for string in strings for length in range(len(string) + 1)}
+    beginnings = {string[:length] for string in strings for length in range(len(string))}
     for end, character in enumerate(text, start=1):
         node = stops.next(node, character)
         so_far = text[:end]

@@ -55,10 +55,15 @@ class TextCodec:
         return Vocabulary(tokens, frozenset(i for i in self._tokenizer.all_special_ids if i < size), vocab_size)
 
     def stream(
-        self, stops: StopStrings | None = None, *, include_stop: bool = False, skip_special_tokens: bool = True
+        self,
+        stops: StopStrings | None = None,
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> TextStream:
         """The text of a generation; see ``TextStream``."""
-        return TextStream(PieceStream(self._fast, skip_special_tokens), stops, include_stop)
+        return TextStream(PieceStream(self._fast, skip_special_tokens), stops, include_stop, min_tokens)
 
 
 class PieceStream:
@@ -110,16 +115,19 @@ class TextStream:
     A piece is the text that can be delivered once its token is known. Text that may be the beginning of a stop string
     is held back until it cannot be, or until the text ends. The last token's piece has all that is left. A stop string
     is cut off, with everything behind it; with ``include_stop`` only what is behind it. A stop token has no text; with
-    ``include_stop`` it has.
+    ``include_stop`` it has. A stop string that one of the first ``min_tokens`` tokens completes does not count.
 
     A piece depends on the tokens up to its own and on nothing else, so that the state can be had back by feeding tokens
     again, in any runs.
     """
 
-    def __init__(self, pieces: PieceStream, stops: StopStrings | None = None, include_stop: bool = False) -> None:
+    def __init__(
+        self, pieces: PieceStream, stops: StopStrings | None = None, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self._stream = pieces
         self._stops = stops
         self._include_stop = include_stop
+        self._uncounted = min_tokens  # tokens to come whose stop strings do not count
         self._node = 0  # of the search
         self._held = ""  # may be the beginning of a stop string
         self._pieces: list[str] = []
@@ -132,6 +140,7 @@ class TextStream:
             new += self._stream.rest()
         piece, found = (new, None) if self._stops is None else self._search(self._stops, new, ended=end is not None)
         self._pieces.append(piece)
+        self._uncounted -= 1
         return found
 
     def take(self) -> tuple[str, ...]:
@@ -142,7 +151,7 @@ class TextStream:
     def _search(self, stops: StopStrings, new: str, *, ended: bool) -> tuple[str, str | None]:
         for end, character in enumerate(new, start=1):
             self._node = stops.next(self._node, character)
-            if found := stops.found(self._node):
+            if (found := stops.found(self._node)) and self._uncounted <= 0:
                 text = self._held + new[:end]
                 return (text if self._include_stop else text[: -len(found)]), found
         text = self._held + new

@@ -92,6 +92,7 @@ ASKED = st.builds(
     st.lists(st.text("ab.", min_size=1, max_size=9), max_size=4, unique=True).map(tuple),
     st.integers(1, 30),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 3, 8]),
 )
 
 
@@ -112,7 +113,21 @@ def test_bug_16_a_stop_string_taken_from_the_text_itself(
     spanned = "".join(WORDS[token] for token in tokens[first : first + data.draw(st.integers(1, 4))])
     begin = data.draw(st.integers(0, len(WORDS[tokens[first]]) - 1))
     end = data.draw(st.integers(begin + 1, len(spanned)))
-    check(Asked(asked.stop_token_ids, (*asked.stop, spanned[begin:end]), asked.max_tokens, asked.include), runs)
+    check(
+        Asked(
+            asked.stop_token_ids, (*asked.stop, spanned[begin:end]), asked.max_tokens, asked.include, asked.min_tokens
+        ),
+        runs,
+    )
+
+
+@pytest.mark.parametrize("least", range(6))
+def test_stop_strings_count_behind_min_tokens(least: int) -> None:
+    """Those that are complete earlier are text like any other; one that begins earlier and ends behind it counts."""
+    tokens = [WORDS.index(word) for word in ("a", ".", "b", "a", ".", "b")]
+    got = check(Asked(stop=("a.",), min_tokens=least), [tokens])
+    assert got.text == ("" if least < 2 else "a.b" if least < 5 else "a.ba.b")
+    assert len(got.tokens) == (2 if least < 2 else 5 if least < 5 else 6)
 
 
 FILLER = WORDS.index("b")

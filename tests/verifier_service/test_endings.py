@@ -12,7 +12,7 @@ from draftwood.sampling import SamplingParams
 from tests.endings import LENGTH, STOP, WORDS, Asked, plain, words
 from verifier_service.engine import Engine, Outcome
 
-TOKENS = 48
+TOKENS = 32
 RULES = [SamplingParams(), SamplingParams(temperature=0.9, seed=5)]
 
 
@@ -44,9 +44,9 @@ def random_ending(tokens: list[int], rnd: random.Random) -> Asked:
 
 
 def test_bugs_13_to_16_random_endings_under_trees_equal_the_plain_decoder() -> None:
-    """400 requests of 48 tokens: tokens, text, reason, cause, usage; KV and drafts see the same end."""
+    """200 requests of up to 32 tokens: tokens, text, reason, cause, usage; KV and drafts see the same end."""
     model, rnd = tiny_model("llama"), random.Random(4)
-    prompts = [[rnd.randrange(VOCAB) for _ in range(15)] for _ in range(100)]
+    prompts = [[rnd.randrange(VOCAB) for _ in range(15)] for _ in range(50)]
     rules = [RULES[k % 2] for k in range(len(prompts))]
     texts = plain_decode(model, prompts, TOKENS, rules)
     asked = {f"s{k}": random_ending(texts[k // 4], rnd) for k in range(4 * len(prompts))}
@@ -79,8 +79,8 @@ def test_bugs_13_to_16_random_endings_under_trees_equal_the_plain_decoder() -> N
             assert ("".join(pieces[name]), len(pieces[name])) == (want.text, want.count), a
         seen[ended[name].reason, type(want.stop).__name__] += 1
         inside += last[name].accepted == len(last[name].tokens)  # the run went on behind the end
-    assert min(seen[key] for key in ((STOP, "int"), (STOP, "str"), (LENGTH, "NoneType"))) > 20, seen
-    assert inside > 80, "hardly any run was cut: nothing was shown"
+    assert min(seen[key] for key in ((STOP, "int"), (STOP, "str"), (LENGTH, "NoneType"))) > 15, seen
+    assert inside > 40, "hardly any run was cut: nothing was shown"
     # The draft is told of every end, once, and of no commit after it.
     handles = [handle for outcome in outcomes for handle in outcome.stops.get(0, [])]
     assert sorted(handles) == list(range(1, len(requests) + 1))
