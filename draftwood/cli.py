@@ -101,11 +101,11 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="keep the likeliest tokens of this mass")] = 1.0,
     seed: Seed = None,
     stop: Stop = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="token that ends the text; several times")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(min=0, help="id that ends the text; several times")] = None,
     include_stop: Annotated[bool, typer.Option(help="show the stop string, too")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="go on past the model's own end tokens")] = False,
     skip_special: Annotated[bool, typer.Option(help="leave special tokens out of the text")] = True,
-    n: Annotated[int, typer.Option("-n", "--n", help="texts to write; above 1 with a temperature only")] = 1,
+    n: Annotated[int, typer.Option("-n", "--n", min=1, help="texts to write; above 1 with a temperature only")] = 1,
     raw: Annotated[bool, typer.Option(help="the prompt is text to go on with, not a question")] = False,
     speculate: Speculate = True,
 ) -> None:
