@@ -360,13 +360,14 @@ def _event(event: verifier_pb2.GenerationEvent) -> Event:
     index = event.index
     if event.HasField("started"):
         started = event.started
-        return Started(started.session_id, started.model, started.seed, started.prompt_tokens, index)
+        return Started(started.session_id, started.model, started.seed, started.prompt_tokens, index=index)
     if event.HasField("chunk"):
         chunk = event.chunk
-        return Chunk(chunk.offset, tuple(chunk.tokens), tuple(chunk.pieces), chunk.accepted, index)
+        return Chunk(chunk.offset, tuple(chunk.tokens), tuple(chunk.pieces), chunk.accepted, index=index)
     finished = event.finished
     kind = finished.WhichOneof("stop")
-    return Finished(_REASONS[finished.reason], _usage(finished.usage), getattr(finished, kind) if kind else None, index)
+    stop = getattr(finished, kind) if kind else None
+    return Finished(_REASONS[finished.reason], _usage(finished.usage), stop=stop, index=index)
 
 
 _REASONS: dict[int, Literal["stop", "length", "cancelled", "unspecified"]] = {

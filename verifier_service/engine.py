@@ -161,7 +161,7 @@ class Engine:
         self._release(session, out)
         total_s = self.clock() - session.admitted_s
         prompt, generated = len(session.request.prompt), session.generated
-        ended = Ended(session.request.session_id, reason, prompt, generated, total_s, session.stats, stop)
+        ended = Ended(session.request.session_id, reason, prompt, generated, total_s, session.stats, stop=stop)
         out.ended.append(ended)
 
     def _fail(self, session: Session, error: DraftwoodError, out: Outcome) -> None:
@@ -286,9 +286,8 @@ class Engine:
         emission = emit(taken.tokens, session.generated, session.request.ending, text)
         tokens, accepted = taken.tokens[: emission.count], min(len(taken.path), emission.count)
         pieces = text.take() if text is not None else None
-        out.emitted.append(
-            Emitted(session.request.session_id, session.generated, tokens, accepted, emission.finish, pieces)
-        )
+        name, finish = session.request.session_id, emission.finish
+        out.emitted.append(Emitted(name, session.generated, tokens, accepted, finish=finish, pieces=pieces))
         for draft in session.drafts.values():
             draft.misses += draft.complete_epoch < session.tree.epoch and session.budget > 0
         if emission.finish:

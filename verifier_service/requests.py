@@ -70,7 +70,7 @@ def check_request(
         _sampling(generation.sampling, seed, token_count),
         ending,
         0 if speculation.disabled else nodes,
-        text if stops else None,
+        text=text if stops else None,
     )
     return CheckedRequest(request, text, resumed)
 

@@ -235,7 +235,7 @@ class VerifierServer:
             if resumed.finish:  # the tokens to resume from are the whole text
                 yield verifier_pb2.GenerationEvent(started=started)
                 prompt, generated = len(request.prompt), len(request.resume)
-                ended = Ended(request.session_id, resumed.finish, prompt, generated, 0.0, Stats(), resumed.stop)
+                ended = Ended(request.session_id, resumed.finish, prompt, generated, 0.0, Stats(), stop=resumed.stop)
                 yield verifier_pb2.GenerationEvent(finished=_finished(ended))
                 return
             submitted = self._worker.call(lambda: self._publish(loaded.engine.submit(request)))
