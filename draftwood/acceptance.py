@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,23 +66,42 @@ class Ending:
     max_tokens: int
 
 
+class GrowingText(Protocol):
+    """The text of a generation, searched for stop strings; see ``draftwood.runtime.text.TextStream``."""
+
+    def feed(self, token: int, end: FinishReason | None) -> str | None:
+        """Takes the next token; ``end`` is what ends the text with it, whatever its characters are: STOP, a stop token;
+        LENGTH, the cap. Returns the stop string that the text has come to contain.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Emission:
     """How many tokens of a run are emitted, and why the text ends with them (None: it goes on)."""
 
     count: int
     finish: FinishReason | None
+    stop: int | str | None = None  # of STOP: the stop token or the stop string
 
 
-def emit(tokens: Sequence[int], generated: int, ending: Ending) -> Emission:
+def emit(tokens: Sequence[int], generated: int, ending: Ending, text: GrowingText | None = None) -> Emission:
     """Turns an accepted run into emitted tokens, ``generated`` tokens having been emitted before it.
 
     Token by token, the earliest position wins: a stop token at or before the cap ends the text with STOP and is itself
-    emitted; otherwise the cap ends it with LENGTH. Never more than ``max_tokens`` in total.
+    emitted; so does a token that completes a stop string in ``text``; otherwise the cap ends it with LENGTH. A token
+    that does both is counted as the stop string's, which says where the text is cut. Never more than ``max_tokens`` in
+    total. ``text`` has been fed all tokens before and is fed the emitted ones.
     """
-    for count in range(len(tokens) + 1):
-        if count and tokens[count - 1] in ending.stop_token_ids:
-            return Emission(count, FinishReason.STOP)
-        if generated + count >= ending.max_tokens:
-            return Emission(count, FinishReason.LENGTH)
+    if generated >= ending.max_tokens:
+        return Emission(0, FinishReason.LENGTH)
+    for count, token in enumerate(tokens, start=1):
+        end = None
+        if token in ending.stop_token_ids:
+            end = FinishReason.STOP
+        elif generated + count >= ending.max_tokens:
+            end = FinishReason.LENGTH
+        if text is not None and (string := text.feed(token, end)) is not None:
+            return Emission(count, FinishReason.STOP, string)
+        if end is not None:
+            return Emission(count, end, token if end is FinishReason.STOP else None)
     return Emission(len(tokens), None)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.live import Live
 # gRPC reads it when it is imported; at its default it tells of every connection that a server closes.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from draftwood.client import Chunk, ClusterState, DraftwoodClient, Finished, Message, Prompt
+from draftwood.client import Chunk, ClusterState, DraftwoodClient, Finished, Message, Prompt, Started
 from draftwood.config import ClusterConfig, load_cluster_config
 from draftwood.console import StartView, show_chunk, status_tables, summary, watch_start, worker_totals
 from draftwood.errors import DraftwoodError, NotFound, Unavailable
@@ -38,6 +39,7 @@ Address = Annotated[str, typer.Option(help="router's host:port; empty: the route
 MaxTokens = Annotated[int, typer.Option(min=0, help="most tokens to generate; 0: no limit")]
 Temperature = Annotated[float, typer.Option(min=0, help="0: greedy")]
 Seed = Annotated[int | None, typer.Option(min=0, help="seed of the sampling; a random one if left out")]
+Stop = Annotated[list[str] | None, typer.Option(help="string that ends the text; may be given several times")]
 Speculate = Annotated[bool, typer.Option(help="let drafts guess; the text is the same either way")]
 
 
@@ -98,6 +100,12 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="keep the k most likely tokens; 0: all")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="keep the likeliest tokens of this mass")] = 1.0,
     seed: Seed = None,
+    stop: Stop = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(min=0, help="id that ends the text; several times")] = None,
+    include_stop: Annotated[bool, typer.Option(help="show the stop string, too")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="go on past the model's own end tokens")] = False,
+    skip_special: Annotated[bool, typer.Option(help="leave special tokens out of the text")] = True,
+    n: Annotated[int, typer.Option("-n", "--n", min=1, help="texts to write; above 1 with a temperature only")] = 1,
     raw: Annotated[bool, typer.Option(help="the prompt is text to go on with, not a question")] = False,
     speculate: Speculate = True,
 ) -> None:
@@ -109,6 +117,12 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
         "seed": seed,
+        "stop": stop or (),
+        "stop_token_ids": stop_token_id or (),
+        "include_stop_str_in_output": include_stop,
+        "ignore_eos": ignore_eos,
+        "skip_special_tokens": skip_special,
+        "n": n,
         "speculate": speculate,
     }
     asked: Prompt = prompt if raw else [Message("user", prompt)]
@@ -122,9 +136,10 @@ def chat(
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     seed: Seed = None,
+    stop: Stop = None,
 ) -> None:
     """Talks with the target, turn by turn; /quit ends."""
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or ()}
     run(_chat(address or _record(name).address, options))
 
 
@@ -262,7 +277,26 @@ async def _show_status(address: str, watch: bool) -> None:
 
 async def _generate(address: str, prompt: Prompt, options: dict[str, Any]) -> None:
     async with DraftwoodClient(address) as client:
-        await _stream(client, prompt, options)
+        if options["n"] > 1:
+            await _show_texts(client, prompt, options)
+        else:
+            await _stream(client, prompt, options)
+
+
+async def _show_texts(client: DraftwoodClient, prompt: Prompt, options: dict[str, Any]) -> None:
+    """Each of several texts when it is whole, with its seed: streamed, they would run into each other."""
+    started: dict[int, Started] = {}
+    chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
+    async for event in client.generate(prompt, **options):
+        if isinstance(event, Started):
+            started[event.index] = event
+        elif isinstance(event, Chunk):
+            chunks[event.index].append(event)
+        else:
+            console.print(f"text {event.index}, seed {started[event.index].seed}:", style="bold", highlight=False)
+            for chunk in chunks.pop(event.index, []):
+                show_chunk(console, chunk)
+            console.print(f"\n{summary(event)}", style="dim", highlight=False)
 
 
 async def _stream(client: DraftwoodClient, prompt: Prompt, options: dict[str, Any]) -> str:

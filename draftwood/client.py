@@ -9,15 +9,17 @@ text goes on as if nothing had happened.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import grpc
 import grpc.aio
 
+from draftwood.choices import choice_seed, merged
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted, Unavailable
 from draftwood.rpc.channel import open_channel
 from draftwood.rpc.status import from_rpc_error
@@ -48,6 +50,7 @@ class Started:
     model: str
     seed: int
     prompt_tokens: int
+    index: int = 0  # which of the n texts; of every event
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,9 @@ class Chunk:
 
     offset: int  # generated tokens before this chunk
     tokens: tuple[int, ...]
-    pieces: tuple[str, ...]  # text that became printable with each token
+    pieces: tuple[str, ...]  # text that can be delivered with each token
     accepted: int
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class Usage:
 class Finished:
     reason: Literal["stop", "length", "cancelled", "unspecified"]
     usage: Usage
+    stop: int | str | None = None  # the stop token or stop string that ended the text
+    index: int = 0
 
 
 Event = Started | Chunk | Finished
@@ -171,22 +177,34 @@ class DraftwoodClient:
         top_k: int = 0,
         top_p: float | None = None,
         seed: int | None = None,
+        stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        include_stop_str_in_output: bool = False,
         ignore_eos: bool = False,
+        skip_special_tokens: bool = True,
+        n: int | None = None,
         speculate: bool = True,
         max_nodes: int = 0,
     ) -> AsyncGenerator[Event]:
-        """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit."""
+        """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit.
+
+        With ``n`` the events of n texts come as they are written, told apart by their ``index``.
+        """
         generation = verifier_pb2.Generation(
             sampling=verifier_pb2.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             max_tokens=max_tokens,
+            stop=[stop] if isinstance(stop, str) else stop,
             stop_token_ids=stop_token_ids,
+            include_stop_str_in_output=include_stop_str_in_output,
             ignore_eos=ignore_eos,
+            skip_special_tokens=None if skip_special_tokens else False,
+            n=n,
             speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes),
         )
         _set_prompt(generation, prompt)
         request = router_pb2.RouterServiceGenerateRequest(model=model, generation=generation)
-        async with aclosing(self._resumed(request)) as events:
+        answer = self._choices(request) if n is not None and n > 1 else self._resumed(request)
+        async with aclosing(answer) as events:
             async for event in events:
                 yield event
 
@@ -215,14 +233,44 @@ class DraftwoodClient:
         except grpc.RpcError as error:
             raise self._explained(error) from error
 
-    async def _resumed(self, request: router_pb2.RouterServiceGenerateRequest) -> AsyncGenerator[Event]:
-        """The events of one generation over as many calls as it takes; ``request`` grows with what has come."""
-        started = False
-        give_up = 0.0  # when the current break is no longer worth waiting for
+    async def _choices(self, request: router_pb2.RouterServiceGenerateRequest) -> AsyncGenerator[Event]:
+        """The events of several texts; after a break each that has not ended goes on as a request of its own."""
+        if not request.generation.sampling.HasField("seed"):
+            request.generation.sampling.seed = secrets.randbits(64)
+        singles = [_single(request, index) for index in range(request.generation.n)]
+        started, finished = set[int](), set[int]()
+        try:
+            async with aclosing(self._call(request, singles)) as events:
+                async for event in events:
+                    if isinstance(event, Started):
+                        started.add(event.index)
+                    elif isinstance(event, Finished):
+                        finished.add(event.index)
+                    yield event
+            return
+        except Unavailable:
+            if not started:
+                raise
+        left = [index for index in range(len(singles)) if index not in finished]
+        rest = [self._resumed(singles[index], broken=True, started=index in started) for index in left]
+        async with aclosing(merged(rest)) as indexed:
+            async for place, event in indexed:
+                yield replace(event, index=left[place])
+
+    async def _resumed(
+        self, request: router_pb2.RouterServiceGenerateRequest, *, broken: bool = False, started: bool = False
+    ) -> AsyncGenerator[Event]:
+        """The events of one text over as many calls as it takes; ``request`` grows with what has come.
+
+        ``broken``: the text has been asked for before, by a call that broke; ``started``: its ``Started`` has come.
+        """
+        give_up = (
+            time.monotonic() + self._resume_timeout_s if broken else 0.0
+        )  # the break is then worth no more waiting
         while True:
             refusable = True  # nothing of this call has been served yet
             try:
-                async with aclosing(self._call(request)) as events:
+                async with aclosing(self._call(request, [request])) as events:
                     async for event in events:
                         refusable = False
                         if isinstance(event, Chunk):
@@ -237,15 +285,19 @@ class DraftwoodClient:
             except (Unavailable, ResourceExhausted) as error:
                 passing = refusable or isinstance(error, Unavailable)
                 give_up = give_up or time.monotonic() + self._resume_timeout_s
-                if not (started and passing) or time.monotonic() >= give_up:
+                if not ((started or broken) and passing) or time.monotonic() >= give_up:
                     raise
             await asyncio.sleep(RESUME_PAUSE_S)
 
-    async def _call(self, request: router_pb2.RouterServiceGenerateRequest) -> AsyncGenerator[Event]:
-        """One call's events; raises its in-band error rather than its status."""
+    async def _call(
+        self,
+        request: router_pb2.RouterServiceGenerateRequest,
+        singles: Sequence[router_pb2.RouterServiceGenerateRequest],
+    ) -> AsyncGenerator[Event]:
+        """One call's events; raises its in-band error rather than its status. ``singles`` grow, each with its text."""
         call = self._stub.Generate(request)
         said: DraftwoodError | None = None
-        finished = False
+        running = len(singles)
         try:
             async for answer in call:
                 if answer.event.HasField("error"):
@@ -253,15 +305,15 @@ class DraftwoodClient:
                     continue
                 event = _event(answer.event)
                 if isinstance(event, Chunk):
-                    _check_and_keep(request.generation, event)
-                finished = finished or isinstance(event, Finished)
+                    _check_and_keep(singles, event)
+                running -= isinstance(event, Finished)
                 yield event
         except grpc.RpcError as error:
-            if not finished:
+            if running:
                 raise said or self._explained(error) from error
         finally:
             call.cancel()
-        if not finished:
+        if running:
             raise said or Unavailable("TRANSPORT", f"{self.address} ended the answer without a last word")
 
     def _explained(self, error: grpc.RpcError) -> DraftwoodError:
@@ -284,8 +336,20 @@ def _set_prompt(generation: verifier_pb2.Generation, prompt: Prompt) -> None:
         raise InvalidArgument("PROMPT", "a prompt is a text, messages, or token ids", field="prompt")
 
 
-def _check_and_keep(generation: verifier_pb2.Generation, chunk: Chunk) -> None:
+def _single(request: router_pb2.RouterServiceGenerateRequest, index: int) -> router_pb2.RouterServiceGenerateRequest:
+    """The request for one of several texts alone."""
+    single = router_pb2.RouterServiceGenerateRequest()
+    single.CopyFrom(request)
+    single.generation.ClearField("n")
+    single.generation.sampling.seed = choice_seed(request.generation.sampling.seed, index)
+    return single
+
+
+def _check_and_keep(singles: Sequence[router_pb2.RouterServiceGenerateRequest], chunk: Chunk) -> None:
     """Adds the chunk to what has been received. Raises Internal CHUNK_GAP if it does not fit behind it."""
+    if chunk.index >= len(singles):
+        raise Internal("CHUNK_GAP", f"chunk of text {chunk.index}, but {len(singles)} were asked for")
+    generation = singles[chunk.index].generation
     received = len(generation.resume_tokens)
     if chunk.offset != received:
         raise Internal("CHUNK_GAP", f"chunk at offset {chunk.offset}, but {received} tokens came before")
@@ -293,13 +357,17 @@ def _check_and_keep(generation: verifier_pb2.Generation, chunk: Chunk) -> None:
 
 
 def _event(event: verifier_pb2.GenerationEvent) -> Event:
+    index = event.index
     if event.HasField("started"):
         started = event.started
-        return Started(started.session_id, started.model, started.seed, started.prompt_tokens)
+        return Started(started.session_id, started.model, started.seed, started.prompt_tokens, index=index)
     if event.HasField("chunk"):
         chunk = event.chunk
-        return Chunk(chunk.offset, tuple(chunk.tokens), tuple(chunk.pieces), chunk.accepted)
-    return Finished(_REASONS[event.finished.reason], _usage(event.finished.usage))
+        return Chunk(chunk.offset, tuple(chunk.tokens), tuple(chunk.pieces), chunk.accepted, index=index)
+    finished = event.finished
+    kind = finished.WhichOneof("stop")
+    stop = getattr(finished, kind) if kind else None
+    return Finished(_REASONS[finished.reason], _usage(finished.usage), stop=stop, index=index)
 
 
 _REASONS: dict[int, Literal["stop", "length", "cancelled", "unspecified"]] = {

@@ -120,8 +120,9 @@ def show_chunk(console: Console, chunk: Chunk) -> None:
 
 def summary(finished: Finished) -> str:
     usage = finished.usage
+    by = "" if finished.stop is None else f" by {finished.stop!r}"
     return (
-        f"{usage.completion_tokens} tokens ({finished.reason}), {tokens_per_s(usage):.1f} tok/s, "
+        f"{usage.completion_tokens} tokens ({finished.reason}{by}), {tokens_per_s(usage):.1f} tok/s, "
         f"{usage.accepted_length:.2f} tokens a step, first token after {usage.first_token_s * 1000:.0f} ms"
     )
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import grpc.aio
 
 from draftwood.config import RouterSettings
-from draftwood.errors import DraftwoodError, ResourceExhausted, Unavailable
+from draftwood.errors import DraftwoodError, InvalidArgument, ResourceExhausted, Unavailable
 from draftwood.rpc.server import RpcServer
 from draftwood.telemetry import serve_metrics
 from draftwood.v1 import router_pb2, verifier_pb2
 from draftwood.wire import error_to_proto
-from router.generation import RETRY_MS, Generation
+from router.choices import check_choices, choice_events
+from router.generation import RETRY_MS
 from router.links import Links
 from router.registry import Registry, Role, reached
 from router.state import RouterState
@@ -109,8 +110,9 @@ class RouterServicer:
     ) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
         self._counters.requests_total += 1
         try:
-            with self._admitted():
-                async with aclosing(Generation(self._state, request, remaining_s(context)).events()) as events:
+            choices = check_choices(request.generation, self._settings.max_choices)
+            with self._admitted(choices):
+                async with aclosing(choice_events(self._state, request, remaining_s(context), choices)) as events:
                     async for event in events:
                         yield router_pb2.RouterServiceGenerateResponse(event=event)
         except DraftwoodError as error:
@@ -144,19 +146,23 @@ class RouterServicer:
         return router_status(self._state, self._incarnation)
 
     @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """A place among the served requests. Raises DRAINING, QUEUE_FULL."""
+    def _admitted(self, choices: int) -> Iterator[None]:
+        """A place among the served requests for each text. Raises DRAINING, QUEUE_FULL."""
         if self._draining.is_set():
             raise Unavailable("DRAINING", "the router is shutting down", retry_after_ms=RETRY_MS)
         limit = self._settings.max_requests
-        if self._counters.requests >= limit:
-            raise ResourceExhausted("QUEUE_FULL", f"{limit} requests are being served", retry_after_ms=RETRY_MS)
-        self._counters.requests += 1
+        if choices > limit:
+            message = f"n is {choices}, but this router serves {limit} texts at once"
+            raise InvalidArgument("CHOICES", message, field="generation.n")
+        if self._counters.requests + choices > limit:
+            message = f"{self._counters.requests} of {limit} requests are being served"
+            raise ResourceExhausted("QUEUE_FULL", message, retry_after_ms=RETRY_MS)
+        self._counters.requests += choices
         self._idle.clear()
         try:
             yield
         finally:
-            self._counters.requests -= 1
+            self._counters.requests -= choices
             if not self._counters.requests:
                 self._idle.set()
 

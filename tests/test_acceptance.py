@@ -131,7 +131,7 @@ def token_by_token(run: Sequence[int], generated: int, ending: Ending) -> Emissi
     """Naive: the plain decoder's loop, checking after each token."""
     for count, token in enumerate(run, start=1):
         if token in ending.stop_token_ids:
-            return Emission(count, FinishReason.STOP)
+            return Emission(count, FinishReason.STOP, token)
         if generated + count == ending.max_tokens:
             return Emission(count, FinishReason.LENGTH)
     return Emission(len(run), None)
@@ -170,14 +170,14 @@ def test_how_a_text_is_cut_into_runs_does_not_matter(runs: list[list[int]], max_
 @pytest.mark.parametrize("j", range(5))
 def test_bug_13_nothing_follows_an_end_token_in_the_middle_of_a_run(j: int) -> None:
     run = [10, 11, 12, 13, 14]
-    assert emit(run, 100, Ending(frozenset({run[j]}), 1000)) == Emission(j + 1, FinishReason.STOP)
+    assert emit(run, 100, Ending(frozenset({run[j]}), 1000)) == Emission(j + 1, FinishReason.STOP, run[j])
 
 
 @pytest.mark.parametrize(
     ("budget", "emission"),
     [
-        (3, Emission(2, FinishReason.STOP)),
-        (2, Emission(2, FinishReason.STOP)),
+        (3, Emission(2, FinishReason.STOP, 2)),
+        (2, Emission(2, FinishReason.STOP, 2)),
         (1, Emission(1, FinishReason.LENGTH)),
     ],
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from draftwood.choices import choice_seed
 from draftwood.client import Chunk, DraftwoodClient, Usage
 from draftwood.config import load_cluster_config
 from draftwood.console import StartView, show_chunk
@@ -72,6 +73,36 @@ async def test_generate_sends_a_chat_or_raw_text(cluster: ScriptedCluster) -> No
     chat, raw = (request.generation for request in verifier.log.requests)
     assert [(m.role, m.content) for m in chat.chat.messages] == [("user", "hi")] and not chat.speculation.disabled
     assert raw.text == "hi" and raw.speculation.disabled
+
+
+async def test_generate_sends_what_ends_the_text(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier()
+    await cluster.serve([verifier])
+    where = ("--address", cluster.address, "--max-tokens", "1")
+    ending = ("--stop", "a b", "--stop", "c", "--stop-token-id", "7", "--include-stop")
+    assert (await draftwood("generate", "hi", *where, *ending, "--ignore-eos", "--no-skip-special")).code == 0
+    assert (await draftwood("generate", "hi", *where)).code == 0
+    told, plain = (request.generation for request in verifier.log.requests)
+    assert (list(told.stop), list(told.stop_token_ids)) == (["a b", "c"], [7])
+    assert told.include_stop_str_in_output and told.ignore_eos and not told.skip_special_tokens
+    assert not (plain.stop or plain.stop_token_ids or plain.include_stop_str_in_output or plain.ignore_eos)
+    assert not plain.HasField("skip_special_tokens")
+
+
+async def test_generate_shows_each_of_several_texts_with_its_seed(cluster: ScriptedCluster) -> None:
+    await cluster.serve([await cluster.verifier()])
+    where = ("--address", cluster.address, "--max-tokens", "4", "--seed", "5")
+    outcome = await draftwood("generate", "hi", *where, "-n", "3", "--temperature", "1")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    shown = {}
+    for head, text, summary in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        shown[head] = [int(word) for word in text.split()]
+        assert summary.startswith("4 tokens (length)")
+    seeds = [choice_seed(5, k) for k in range(3)]
+    assert shown == {f"text {k}, seed {seed}:": scripted_text(seed, 4) for k, seed in enumerate(seeds)}
+    refused = await draftwood("generate", "hi", *where, "--n", "2")
+    assert (refused.code, refused.out) == (1, "") and "CHOICES (generation.n)" in refused.err
 
 
 async def test_chat_keeps_the_history(cluster: ScriptedCluster) -> None:

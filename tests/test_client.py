@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from draftwood.choices import choice_seed
 from draftwood.client import Chunk, DraftwoodClient, Event, Finished, Message, Started
 from draftwood.config import RouterSettings
 from draftwood.errors import Internal, InvalidArgument, NotFound, ResourceExhausted, Unavailable
@@ -60,12 +61,15 @@ async def test_sends_every_parameter(cluster: ScriptedCluster) -> None:
             top_k=3,
             top_p=0.25,
             seed=9,
+            stop=["a", "b c"],
             stop_token_ids=[4, 5],
+            include_stop_str_in_output=True,
             ignore_eos=True,
+            skip_special_tokens=False,
             speculate=False,
             max_nodes=6,
         )
-        await collect(client, [1, 2, 3], max_tokens=1)
+        await collect(client, [1, 2, 3], max_tokens=1, stop="one")
     chatted, by_ids = (request.generation for request in verifier.log.requests)
     assert chatted == verifier_pb2.Generation(
         chat=verifier_pb2.Chat(
@@ -76,11 +80,15 @@ async def test_sends_every_parameter(cluster: ScriptedCluster) -> None:
         ),
         max_tokens=2,
         sampling=verifier_pb2.Sampling(temperature=0.5, top_k=3, top_p=0.25, seed=9),
+        stop=["a", "b c"],
         stop_token_ids=[4, 5],
+        include_stop_str_in_output=True,
         ignore_eos=True,
+        skip_special_tokens=False,
         speculation=verifier_pb2.Speculation(disabled=True, max_nodes=6),
     )
     assert list(by_ids.token_ids.ids) == [1, 2, 3] and not by_ids.sampling.HasField("top_p")
+    assert list(by_ids.stop) == ["one"] and not by_ids.HasField("skip_special_tokens") and not by_ids.HasField("n")
 
 
 async def test_a_prompt_of_mixed_parts_is_refused(cluster: ScriptedCluster) -> None:
@@ -152,6 +160,102 @@ async def test_goes_on_when_the_router_is_restarted(cluster: ScriptedCluster) ->
     await again.stop(0.0)
 
 
+async def test_each_of_n_texts_goes_on_when_the_router_is_restarted(cluster: ScriptedCluster) -> None:
+    """By value, one by one; a text that has ended is not asked for again."""
+    verifier = await cluster.verifier(step_s=0.02)
+    await cluster.serve([verifier])
+    async with DraftwoodClient(cluster.address) as client:
+        answering = asyncio.create_task(collect(client, max_tokens=60, temperature=1.0, n=3))
+        await until(lambda: len(verifier.log.requests) == 3)
+        await asyncio.sleep(0.3)
+        again = await restart(cluster, pause_s=0.3)
+        events = await answering
+    for k in range(3):
+        own = [event for event in events if event.index == k]
+        (started,) = (event for event in own if isinstance(event, Started))
+        assert own[0] is started and isinstance(own[-1], Finished)
+        assert tokens_of(own) == scripted_text(started.seed, 60)
+        assert [event.offset for event in own if isinstance(event, Chunk)] == list(range(60))
+    resumed = [request.generation for request in verifier.log.requests[3:]]
+    assert len(resumed) == 3 and all(0 < len(generation.resume_tokens) < 60 for generation in resumed)
+    assert not any(generation.HasField("n") for generation in resumed)
+    await again.stop(0.0)
+
+
+class SkippingRouter:
+    """Leaves out a token."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
+        events = [
+            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=1)),
+            verifier_pb2.GenerationEvent(chunk=verifier_pb2.Chunk(offset=0, tokens=[1], pieces=["a"])),
+            verifier_pb2.GenerationEvent(chunk=verifier_pb2.Chunk(offset=2, tokens=[3], pieces=["c"])),
+        ]
+        for event in events:
+            yield router_pb2.RouterServiceGenerateResponse(event=event)
+
+    async def GetStatus(self, request: Any, context: Any) -> Any: ...
+
+    async def WatchStatus(self, request: Any, context: Any) -> Any: ...
+
+    async def ListModels(self, request: Any, context: Any) -> Any: ...
+
+
+class BreakingRouter(SkippingRouter):
+    """Breaks the first call: one of its texts has ended, one has begun, one has not. Is not back at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[verifier_pb2.Generation] = []
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
+        self.asked.append(request.generation)
+        first = len(self.asked) == 1
+        if 1 < len(self.asked) < 4:
+            raise Unavailable("LOADING", "not yet")
+        for event in self.broken() if first else self.whole(request.generation):
+            yield router_pb2.RouterServiceGenerateResponse(event=event)
+        if first:
+            raise Unavailable("TRANSPORT", "broken")
+
+    def broken(self) -> list[verifier_pb2.GenerationEvent]:
+        chunk = verifier_pb2.Chunk(offset=0, tokens=[1], pieces=["a"])
+        finished = verifier_pb2.Finished(stop_string="a", reason=verifier_pb2.FINISH_REASON_STOP)
+        return [
+            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=1), index=0),
+            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=2), index=2),
+            verifier_pb2.GenerationEvent(chunk=chunk, index=2),
+            verifier_pb2.GenerationEvent(chunk=chunk, index=0),
+            verifier_pb2.GenerationEvent(finished=finished, index=0),
+        ]
+
+    def whole(self, generation: verifier_pb2.Generation) -> list[verifier_pb2.GenerationEvent]:
+        have = len(generation.resume_tokens)
+        chunk = verifier_pb2.Chunk(offset=have, tokens=[1] * (4 - have), pieces=["a"] * (4 - have))
+        finished = verifier_pb2.Finished(stop_token_id=7, reason=verifier_pb2.FINISH_REASON_STOP)
+        return [
+            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=generation.sampling.seed)),
+            verifier_pb2.GenerationEvent(chunk=chunk),
+            verifier_pb2.GenerationEvent(finished=finished),
+        ]
+
+
+async def test_after_a_break_only_the_texts_that_have_not_ended_are_asked_for() -> None:
+    server, router = RpcServer(), BreakingRouter()
+    server.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], router)
+    address = await server.start("127.0.0.1:0")
+    async with DraftwoodClient(address) as client:
+        events = await collect(client, n=3, temperature=1.0, seed=5)
+    await server.stop(0.0)
+    assert router.asked[0].n == 3
+    begun, unseen = (choice_seed(5, 2), 1), (choice_seed(5, 1), 0)
+    assert sorted((g.sampling.seed, len(g.resume_tokens)) for g in router.asked[1:]) == sorted([begun, unseen] * 2)
+    for k, stop, length in ((0, "a", 1), (1, 7, 4), (2, 7, 4)):
+        own = [event for event in events if event.index == k]
+        assert [type(event) for event in (own[0], own[-1])] == [Started, Finished]
+        assert sum(isinstance(event, Started) for event in own) == 1 and len(tokens_of(own)) == length
+        assert isinstance(own[-1], Finished) and own[-1].stop == stop
+
+
 async def test_gives_up_when_no_router_comes_back(cluster: ScriptedCluster) -> None:
     await cluster.serve([await cluster.verifier(step_s=0.02)])
     got: list[Event] = []
@@ -176,25 +280,6 @@ async def test_leaving_the_loop_cancels_the_request(cluster: ScriptedCluster) ->
                 break
         await events.aclose()
         await until(lambda: bool(verifier.log.cancelled))
-
-
-class SkippingRouter:
-    """Leaves out a token."""
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
-        events = [
-            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=1)),
-            verifier_pb2.GenerationEvent(chunk=verifier_pb2.Chunk(offset=0, tokens=[1], pieces=["a"])),
-            verifier_pb2.GenerationEvent(chunk=verifier_pb2.Chunk(offset=2, tokens=[3], pieces=["c"])),
-        ]
-        for event in events:
-            yield router_pb2.RouterServiceGenerateResponse(event=event)
-
-    async def GetStatus(self, request: Any, context: Any) -> Any: ...
-
-    async def WatchStatus(self, request: Any, context: Any) -> Any: ...
-
-    async def ListModels(self, request: Any, context: Any) -> Any: ...
 
 
 async def test_a_missing_token_is_an_error_not_a_text() -> None:

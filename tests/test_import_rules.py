@@ -48,6 +48,8 @@ LAYERS = {
             "draftwood.config",
             "draftwood.telemetry",
             "draftwood.vocabulary",
+            "draftwood.stop_strings",
+            "draftwood.choices",
         ),
         packages=VALUE_PACKAGES,
     ),

@@ -157,12 +157,11 @@ class Engine:
             self._end(session, FinishReason.CANCELLED, out)
         return out
 
-    def _end(self, session: Session, reason: FinishReason, out: Outcome) -> None:
+    def _end(self, session: Session, reason: FinishReason, out: Outcome, stop: int | str | None = None) -> None:
         self._release(session, out)
         total_s = self.clock() - session.admitted_s
-        ended = Ended(
-            session.request.session_id, reason, len(session.request.prompt), session.generated, total_s, session.stats
-        )
+        prompt, generated = len(session.request.prompt), session.generated
+        ended = Ended(session.request.session_id, reason, prompt, generated, total_s, session.stats, stop=stop)
         out.ended.append(ended)
 
     def _fail(self, session: Session, error: DraftwoodError, out: Outcome) -> None:
@@ -283,14 +282,17 @@ class Engine:
             self._fail(session, Internal("NAN_LOGITS", "the target's logits were not finite"), out)
             return None
         self._note(session, part, len(taken.path), first_step=session.generated == len(session.request.resume))
-        emission = emit(taken.tokens, session.generated, session.request.ending)
+        text = session.request.text
+        emission = emit(taken.tokens, session.generated, session.request.ending, text)
         tokens, accepted = taken.tokens[: emission.count], min(len(taken.path), emission.count)
-        out.emitted.append(Emitted(session.request.session_id, session.generated, tokens, accepted))
+        pieces = text.take() if text is not None else None
+        name, finish = session.request.session_id, emission.finish
+        out.emitted.append(Emitted(name, session.generated, tokens, accepted, finish=finish, pieces=pieces))
         for draft in session.drafts.values():
             draft.misses += draft.complete_epoch < session.tree.epoch and session.budget > 0
         if emission.finish:
             session.tokens.extend(tokens)
-            self._end(session, emission.finish, out)
+            self._end(session, emission.finish, out, emission.stop)
             return None
         old = [session.cached + node - 1 for node in taken.path]
         new = list(range(session.cached, session.cached + len(taken.path)))

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from draftwood.acceptance import Ending, emit
+from dataclasses import dataclass
+
+from draftwood.acceptance import Emission, Ending, emit
 from draftwood.errors import InvalidArgument
-from draftwood.runtime.text import TextCodec
+from draftwood.runtime.text import TextCodec, TextStream
 from draftwood.sampling import SamplingParams
+from draftwood.stop_strings import StopStrings
 from draftwood.v1 import verifier_pb2 as pb
 from verifier_service.session import GenerateRequest
 
 ROLES = ("system", "user", "assistant")
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    request: GenerateRequest
+    text: TextStream  # of the generation, behind the resumed tokens
+    resumed: Emission  # what becomes of the resumed tokens
 
 
 def check_request(
@@ -21,11 +33,14 @@ def check_request(
     max_nodes: int,
     end_tokens: frozenset[int],
     seed: int,
-) -> GenerateRequest:
+) -> CheckedRequest:
     """Tokenizes and checks a request; ``seed`` is used when it names none. Raises InvalidArgument with a field path."""
     generation = message.generation
     if not message.session_id:
         raise InvalidArgument("SESSION_ID", "the session id is empty", field="session_id")
+    if generation.HasField("n") and generation.n != 1:
+        message_ = f"n is {generation.n}, but a verifier writes one text a session; ask the router"
+        raise InvalidArgument("CHOICES", message_, field="generation.n")
     prompt = _prompt(generation, codec)
     _check_tokens(prompt, token_count, "generation.prompt")
     resume = tuple(generation.resume_tokens)
@@ -37,14 +52,17 @@ def check_request(
             "PROMPT_TOO_LONG", f"the prompt has {len(prompt)} tokens, {limit}", field="generation.prompt"
         )
     max_tokens = _max_tokens(generation.max_tokens, context_limit - len(prompt))
-    stops = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else end_tokens)
-    ending = Ending(stops, max_tokens)
-    if (possible := emit(resume, 0, ending).count) < len(resume):
-        message_ = f"{len(resume)} tokens to resume from, but the text ends after {possible}"
+    stop_tokens = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else end_tokens)
+    ending = Ending(stop_tokens, max_tokens)
+    stops, text = _text(generation, codec)
+    resumed = emit(resume, 0, ending, text)
+    text.take()  # the caller has their text
+    if resumed.count < len(resume):
+        message_ = f"{len(resume)} tokens to resume from, but the text ends after {resumed.count}"
         raise InvalidArgument("RESUME", message_, field="generation.resume_tokens")
     speculation = generation.speculation
     nodes = min(max_nodes, speculation.max_nodes or max_nodes)
-    return GenerateRequest(
+    request = GenerateRequest(
         message.session_id,
         b"" if speculation.disabled else message.ticket,
         prompt,
@@ -52,7 +70,26 @@ def check_request(
         _sampling(generation.sampling, seed, token_count),
         ending,
         0 if speculation.disabled else nodes,
+        text=text if stops else None,
     )
+    return CheckedRequest(request, text, resumed)
+
+
+def _text(generation: pb.Generation, codec: TextCodec) -> tuple[bool, TextStream]:
+    """Whether there are stop strings, and the text they are searched for in. Raises STOP_STRINGS."""
+    if len(generation.stop) > MAX_STOP_STRINGS:
+        message = f"{len(generation.stop)} stop strings, at most {MAX_STOP_STRINGS} are taken"
+        raise InvalidArgument("STOP_STRINGS", message, field="generation.stop")
+    for k, string in enumerate(generation.stop):
+        if not 0 < len(string) <= MAX_STOP_CHARACTERS:
+            message = f"a stop string has {len(string)} characters; it may have 1 to {MAX_STOP_CHARACTERS}"
+            raise InvalidArgument("STOP_STRINGS", message, field=f"generation.stop[{k}]")
+    text = codec.stream(
+        StopStrings(generation.stop) if generation.stop else None,
+        include_stop=generation.include_stop_str_in_output,
+        skip_special_tokens=generation.skip_special_tokens if generation.HasField("skip_special_tokens") else True,
+    )
+    return bool(generation.stop), text
 
 
 def _prompt(generation: pb.Generation, codec: TextCodec) -> tuple[int, ...]:

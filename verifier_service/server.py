@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from draftwood.acceptance import FinishReason, emit
+from draftwood.acceptance import FinishReason
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
 from draftwood.rpc.server import RpcServer
 from draftwood.runtime.demo_model import DEMO, TARGET_NAME, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
-from draftwood.runtime.text import PieceStream, TextCodec, end_tokens
+from draftwood.runtime.text import TextCodec, TextStream, end_tokens
 from draftwood.runtime.worker import Worker
 from draftwood.telemetry import METRICS, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
@@ -210,7 +210,7 @@ class VerifierServer:
         self, message: verifier_pb2.VerifierServiceGenerateRequest
     ) -> AsyncGenerator[verifier_pb2.GenerationEvent, None]:
         loaded = self.loaded
-        request = await asyncio.to_thread(
+        checked = await asyncio.to_thread(
             check_request,
             message,
             loaded.codec,
@@ -220,12 +220,11 @@ class VerifierServer:
             end_tokens=loaded.end_tokens,
             seed=secrets.randbits(64),
         )
+        request, resumed = checked.request, checked.resumed
         if request.session_id in self._streams:
             raise InvalidArgument("SESSION_EXISTS", f"session {request.session_id!r} is running", field="session_id")
         stream = self._streams[request.session_id] = asyncio.Queue()
         self._idle.clear()
-        pieces = loaded.codec.stream()
-        pieces.feed(request.resume)
         started = verifier_pb2.Started(
             session_id=request.session_id,
             model=loaded.name,
@@ -233,9 +232,10 @@ class VerifierServer:
             prompt_tokens=len(request.prompt),
         )
         try:
-            if reason := emit(request.resume, 0, request.ending).finish:  # the tokens to resume from are the whole text
+            if resumed.finish:  # the tokens to resume from are the whole text
                 yield verifier_pb2.GenerationEvent(started=started)
-                ended = Ended(request.session_id, reason, len(request.prompt), len(request.resume), 0.0, Stats())
+                prompt, generated = len(request.prompt), len(request.resume)
+                ended = Ended(request.session_id, resumed.finish, prompt, generated, 0.0, Stats(), stop=resumed.stop)
                 yield verifier_pb2.GenerationEvent(finished=_finished(ended))
                 return
             submitted = self._worker.call(lambda: self._publish(loaded.engine.submit(request)))
@@ -245,7 +245,7 @@ class VerifierServer:
                 raise admitted
             yield verifier_pb2.GenerationEvent(started=started)
             while not isinstance(event := await stream.get(), Ended):
-                yield _chunk(event, pieces)
+                yield _chunk(event, checked.text)
             yield verifier_pb2.GenerationEvent(finished=_finished(event))
         finally:
             del self._streams[request.session_id]
@@ -318,15 +318,22 @@ class VerifierServer:
         return report
 
 
-def _chunk(event: Event, pieces: PieceStream) -> verifier_pb2.GenerationEvent:
+def _chunk(event: Event, text: TextStream) -> verifier_pb2.GenerationEvent:
     """One step's tokens with their text; raises the error that ended the session."""
     if isinstance(event, DraftwoodError):
         raise event
     assert isinstance(event, Emitted)
-    chunk = verifier_pb2.Chunk(
-        offset=event.offset, tokens=event.tokens, pieces=pieces.feed(event.tokens), accepted=event.accepted
-    )
+    pieces = event.pieces if event.pieces is not None else _pieces(event, text)
+    chunk = verifier_pb2.Chunk(offset=event.offset, tokens=event.tokens, pieces=pieces, accepted=event.accepted)
     return verifier_pb2.GenerationEvent(chunk=chunk)
+
+
+def _pieces(event: Emitted, text: TextStream) -> tuple[str, ...]:
+    """The text of a step's tokens where there are no stop strings: the end is known, only its text is not."""
+    last = len(event.tokens) - 1
+    for k, token in enumerate(event.tokens):
+        text.feed(token, event.finish if k == last else None)
+    return text.take()
 
 
 def _finished(event: Ended) -> verifier_pb2.Finished:
@@ -340,4 +347,9 @@ def _finished(event: Ended) -> verifier_pb2.Finished:
         first_token_s=event.stats.first_token_s,
         total_s=event.total_s,
     )
-    return verifier_pb2.Finished(reason=REASONS[event.reason], usage=usage)
+    finished = verifier_pb2.Finished(reason=REASONS[event.reason], usage=usage)
+    if isinstance(event.stop, str):
+        finished.stop_string = event.stop
+    elif event.stop is not None:
+        finished.stop_token_id = event.stop
+    return finished

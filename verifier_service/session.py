@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from draftwood.acceptance import Ending, FinishReason
+from draftwood.runtime.text import TextStream
 from draftwood.sampling import SamplingParams
 from verifier_service.live_tree import LiveTree
 
@@ -26,6 +27,7 @@ class GenerateRequest:
     sampling: SamplingParams
     ending: Ending  # max_tokens counts the resumed ones
     max_nodes: int
+    text: TextStream | None = None  # searched for stop strings; knows of ``resume``, the engine feeds it what follows
 
 
 @dataclass(slots=True)
@@ -60,6 +62,8 @@ class Emitted:
     offset: int
     tokens: tuple[int, ...]
     accepted: int
+    finish: FinishReason | None = None  # why the text ends with them
+    pieces: tuple[str, ...] | None = None  # the text of each token; None: nobody has made it yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Ended:
     completion_tokens: int
     total_s: float
     stats: Stats
+    stop: int | str | None = None  # the stop token or stop string that ended it
 
 
 @dataclass(eq=False)

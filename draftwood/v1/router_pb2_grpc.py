@@ -61,7 +61,8 @@ class RouterServiceServicer:
 
     def Generate(self, request, context):
         """Generates the target's answer. The first message is `started`, the last is
-        `finished` or `error`.
+        `finished` or `error`. With n > 1 each text has its own `started` and `finished`,
+        in any order; the call ends with the last of them, or with the first `error`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

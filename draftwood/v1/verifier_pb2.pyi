@@ -121,7 +121,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Generation(_message.Message):
-    __slots__ = ("text", "chat", "token_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "speculation", "resume_tokens")
+    __slots__ = ("text", "chat", "token_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "speculation", "resume_tokens", "stop", "include_stop_str_in_output", "skip_special_tokens", "n")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,10 @@ class Generation(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: Chat
     token_ids: TokenIds
@@ -140,7 +144,11 @@ class Generation(_message.Message):
     ignore_eos: bool
     speculation: Speculation
     resume_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    n: int
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume_tokens: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed")
@@ -163,16 +171,18 @@ class Speculation(_message.Message):
     def __init__(self, disabled: _Optional[bool] = ..., max_nodes: _Optional[int] = ...) -> None: ...
 
 class GenerationEvent(_message.Message):
-    __slots__ = ("started", "chunk", "finished", "error")
+    __slots__ = ("started", "chunk", "finished", "error", "index")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     started: Started
     chunk: Chunk
     finished: Finished
     error: _tree_pb2.Error
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., error: _Optional[_Union[_tree_pb2.Error, _Mapping]] = ...) -> None: ...
+    index: int
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., error: _Optional[_Union[_tree_pb2.Error, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("session_id", "model", "seed", "prompt_tokens")
@@ -199,12 +209,16 @@ class Chunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[str]] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "usage")
+    __slots__ = ("reason", "usage", "stop_token_id", "stop_string")
     REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     usage: Usage
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    stop_token_id: int
+    stop_string: str
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "steps", "nodes_verified", "nodes_accepted", "nodes_stale", "first_token_s", "total_s")

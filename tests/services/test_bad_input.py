@@ -161,6 +161,36 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"text": "x", "max_tokens": 9, "resume_tokens": [4, 7, 9], "stop_token_ids": [7]},
         "INVALID_ARGUMENT", "RESUME", "generation.resume_tokens",
     ),
+    "resume_beyond_a_stop_string": (
+        {"text": "x", "resume_tokens": [40, 41, 42], "stop": ["GH"]},  # the tokens are G, H, I
+        "INVALID_ARGUMENT", "RESUME", "generation.resume_tokens",
+    ),
+    "empty_stop_string": (
+        {"text": "x", "stop": ["end", ""]}, "INVALID_ARGUMENT", "STOP_STRINGS", "generation.stop[1]",
+    ),
+    "long_stop_string": (
+        {"text": "x", "stop": ["é" * 257]}, "INVALID_ARGUMENT", "STOP_STRINGS", "generation.stop[0]",
+    ),
+    "many_stop_strings": (
+        {"text": "x", "stop": [f"{k}" for k in range(17)]}, "INVALID_ARGUMENT", "STOP_STRINGS", "generation.stop",
+    ),
+    "no_texts": ({"text": "x", "n": 0}, "INVALID_ARGUMENT", "CHOICES", "generation.n"),
+    "many_texts": (
+        {"text": "x", "n": 17, "sampling": SAMPLING(temperature=1)}, "INVALID_ARGUMENT", "CHOICES", "generation.n",
+    ),
+    "huge_number_of_texts": (
+        {"text": "x", "n": 2**32 - 1, "sampling": SAMPLING(temperature=1)},
+        "INVALID_ARGUMENT", "CHOICES", "generation.n",
+    ),
+    "several_greedy_texts": ({"text": "x", "n": 2}, "INVALID_ARGUMENT", "CHOICES", "generation.n"),
+    "several_texts_resumed": (
+        {"text": "x", "n": 2, "sampling": SAMPLING(temperature=1), "resume_tokens": [4]},
+        "INVALID_ARGUMENT", "CHOICES", "generation.n",
+    ),
+    "one_of_several_texts_is_refused": (
+        {"text": "x", "n": 2, "sampling": SAMPLING(temperature=1), "stop": [""]},
+        "INVALID_ARGUMENT", "STOP_STRINGS", "generation.stop[0]",
+    ),
 } | {
     f"{name}_{value}".replace("-", "minus_"): (
         {"text": "x", "sampling": SAMPLING(**{name: value})}, "INVALID_ARGUMENT", "SAMPLING", f"sampling.{name}",
@@ -187,6 +217,13 @@ async def test_request_straight_to_the_verifier_without_a_session_id(rig: Rig) -
     async with rig.unimpressed():
         refusal = await refused(rig.verifier_stub.Generate(verifier_request("")))
     check(refusal.said, "INVALID_ARGUMENT", "SESSION_ID", "session_id")
+
+
+async def test_several_texts_straight_from_a_verifier(rig: Rig) -> None:
+    several = verifier_request("s", n=2, sampling=SAMPLING(temperature=1))
+    async with rig.unimpressed():
+        refusal = await refused(rig.verifier_stub.Generate(several))
+    check(refusal.said, "INVALID_ARGUMENT", "CHOICES", "generation.n")
 
 
 async def test_session_id_in_use(rig: Rig) -> None:
