@@ -73,6 +73,7 @@ class LaunchPlan:
     min_chunk: int  # pages, smallest chunk
     fixed_chunk: int = 0  # pages of every chunk; 0: chosen from the lengths of the whole batch
     descriptors: bool = False  # tiles of the prefix are loaded through tensor descriptors (Hopper and later)
+    early: bool = False  # starts before the kernel before has ended (Hopper and later, see ``overlap``)
 
 
 @dataclass(frozen=True)
@@ -91,21 +92,23 @@ def plan_launch(query: Tensor, key_cache: Tensor, batch: AttentionBatch) -> Laun
     Measured on an H200 (`docs/kernels.md`): 16 rows win where every one of many requests has a plain row; else 64 rows
     do, as wgmma starts there and two programs share a multiprocessor; 128 rows never win. Where all rows fit one tile
     and there are few requests, these are cut into so many chunks that half as many, one program to a multiprocessor,
-    read no slower and are merged faster. With ``requests`` rounded up for a captured graph a request
-    may have more rows than the mean says, which costs time, nothing else.
+    read no slower and are merged faster; a launch for few requests also starts early. With ``requests`` rounded up for
+    a captured graph a request may have more rows than the mean says, which costs time, nothing else.
     """
     rows, q_heads, _ = query.shape
     kv_heads, requests = key_cache.shape[1], batch.block_table.shape[0]
     group, device = q_heads // kv_heads, _device(query)
     wgmma = device.hopper and device.tensor_cores
-    alone = wgmma and rows * group <= 64 and 4 * requests * kv_heads <= device.multiprocessors
+    few = 4 * requests * kv_heads <= device.multiprocessors
+    alone = wgmma and few and rows * group <= 64
     if not device.tensor_cores or (rows <= requests and group <= 16 and not alone):
         row_tile = 16
     elif wgmma:
         row_tile = 64
     else:
         row_tile = 32 if rows * group <= 32 * requests else 64
-    return _plan(query, key_cache, row_tile, device, alone=alone)
+    plan = _plan(query, key_cache, row_tile, device, alone=alone)
+    return replace(plan, early=few and starts_early(query))
 
 
 def plan_invariant(query: Tensor, key_cache: Tensor) -> LaunchPlan:
@@ -590,7 +593,7 @@ def tree_attention_triton(
             CANDIDATES=max(2, min(MOST_CANDIDATES, 2048 // width)), MIN_CHUNK=plan.min_chunk,
             FIXED_CHUNK=plan.fixed_chunk, SPLIT=split, DESCRIPTORS=plan.descriptors, EARLY=early, WINDOW=window > 0,
             SOFTCAP=softcap > 0, SINKS=sinks is not None, num_warps=plan.warps, num_stages=plan.stages,
-            **launch_options(starts_early(query)),
+            **launch_options(plan.early),
         )  # fmt: skip
         if split:
             chunk_tile, merge_rows = _merge_tile(plan, rows * group, requests, columns, kv_heads, dims)
