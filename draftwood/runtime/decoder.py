@@ -1,7 +1,7 @@
 """The forward of a loaded model over flat rows, with our attention and our paged cache.
 
 ``FusedDecoder`` runs the Llama family from the loaded weights: nine kernels a layer on a GPU (one more where attention
-splits its keys; six in bfloat16 for up to 16 rows), about twenty torch calls and the attention's on a CPU.
+splits its keys; six in bfloat16 for up to 64 rows), about twenty torch calls and the attention's on a CPU.
 
 ``HfDecoder`` leaves any other model's code as it is: our function is registered with transformers' attention
 interface, position ids and the step's metadata are passed as keyword arguments, and the model keeps no cache of its
