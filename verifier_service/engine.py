@@ -24,7 +24,7 @@ from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.live_tree import Nodes
 from verifier_service.plan import Part, Planner
-from verifier_service.sampler import TargetSampler
+from verifier_service.sampler import TargetSampler, failure
 from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
 from verifier_service.width import GRID, StepTimes
 
@@ -279,13 +279,15 @@ class Engine:
         if not targets:  # a chunk of prefill that does not reach the anchor
             return None
         taken = walk(part.tree, targets)
-        if taken.tokens[-1] < 0:
-            self._fail(session, Internal("NAN_LOGITS", "the target's logits were not finite"), out)
+        emission = emit(taken.tokens, session.generated, session.request.ending)
+        if taken.tokens[-1] < 0 and emission.count == len(taken.tokens):  # not behind the end of the text
+            self._fail(session, failure(taken.tokens[-1]), out)
             return None
         self._note(session, part, len(taken.path), first_step=session.generated == len(session.request.resume))
-        emission = emit(taken.tokens, session.generated, session.request.ending)
         tokens, accepted = taken.tokens[: emission.count], min(len(taken.path), emission.count)
-        out.emitted.append(Emitted(session.request.session_id, session.generated, tokens, accepted))
+        wanted = session.request.top_logprobs is not None
+        logprobs = self.sampler.logprobs(part, [0, *taken.path][: len(tokens)], tokens) if wanted else ()
+        out.emitted.append(Emitted(session.request.session_id, session.generated, tokens, accepted, logprobs))
         for draft in session.drafts.values():
             draft.misses += draft.complete_epoch < session.tree.epoch and session.budget > 0
         if emission.finish:
