@@ -103,7 +103,7 @@ class TargetSampler:
             if history:
                 rows = process(rows, history, part.tree)
             # What is not finite stays so, even if the token in question is excluded.
-            pieces[k] = rows.masked_fill(~raw.amax(dim=-1, keepdim=True).isfinite(), math.nan)
+            pieces[k] = rows.masked_fill_(~raw.amax(dim=-1, keepdim=True).isfinite(), math.nan)
             processed.append(k)
         return processed
 
