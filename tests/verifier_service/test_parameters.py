@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,8 @@ from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError
 from draftwood.noise import gumbel
 from draftwood.processors import ProcessorParams
+from draftwood.runtime.batch import Rows
+from draftwood.runtime.model import Chosen
 from draftwood.sampling import SamplingParams
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
@@ -277,6 +279,37 @@ def test_random_parameters_against_the_processors_of_transformers() -> None:
 
 def words_of(request: GenerateRequest) -> tuple[tuple[int, ...], ...]:
     return request.sampling.processors.bad_words if request.sampling.processors else ()
+
+
+class ChoosingRuntime(TableRuntime):
+    """Passes for a GPU: the forward chooses tokens, by temperature and seed alone (here: greedy)."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self.device = torch.device("cuda")
+        self.asked = 0
+
+    def choose(self, parts: Sequence[Rows], rules: Sequence[SamplingParams], vocab_size: int) -> Chosen:
+        assert vocab_size == VOCAB and len(rules) == len(parts)
+        self.asked += 1
+        logits = self.forward(parts)
+        return Chosen(logits.argmax(dim=-1).numpy(), torch.zeros(len(logits)), logits)
+
+
+def test_tokens_that_the_forward_chose_are_replaced_where_there_is_more_to_it() -> None:
+    rnd = random.Random(5)
+    requests = [random_request(rnd, f"s{k}", [1]) for k in range(120)]
+    requests = [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in requests]
+    assert 5 <= sum(r.sampling.processors is None for r in requests) <= 40
+    want = serve(make_engine(TableRuntime(TABLE)), requests, None)
+    truth = {r.session_id: [*r.prompt, *want[r.session_id].tokens] for r in requests}
+    runtime = ChoosingRuntime()
+    for draft in (None, GuessingDraft(rnd, truth)):
+        got = serve(make_engine(runtime), requests, draft)
+        assert {k: (t.tokens, t.logprobs) for k, t in got.items()} == {
+            k: (t.tokens, t.logprobs) for k, t in want.items()
+        }
+    assert runtime.asked
 
 
 # Where no token can be chosen
