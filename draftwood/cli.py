@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,15 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from draftwood.client import Chunk, ClusterState, DraftwoodClient, Finished, Message, Prompt, Started
 from draftwood.config import ClusterConfig, load_cluster_config
-from draftwood.console import StartView, show_chunk, status_tables, summary, watch_start, worker_totals
+from draftwood.console import (
+    StartView,
+    logprob_table,
+    show_chunk,
+    status_tables,
+    summary,
+    watch_start,
+    worker_totals,
+)
 from draftwood.errors import DraftwoodError, NotFound, Unavailable
 
 DEMO_CONFIG = Path(__file__).parents[1] / "deploy" / "examples" / "demo.yaml"
@@ -99,6 +108,13 @@ def generate(
     temperature: Temperature = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="keep the k most likely tokens; 0: all")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="keep the likeliest tokens of this mass")] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help="keep tokens with this share of the likeliest's p")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="off the logits of tokens in the answer, -2 to 2")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="the same for each occurrence, -2 to 2")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="factor on tokens of prompt and answer; 1: none")] = 1.0,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=BIAS, added to a token's logit; repeatable")] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="text that must not come; repeatable")] = None,
+    min_tokens: Annotated[int, typer.Option(min=0, help="tokens before the answer may end")] = 0,
     seed: Seed = None,
     stop: Stop = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(min=0, help="id that ends the text; several times")] = None,
@@ -106,6 +122,9 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option(help="go on past the model's own end tokens")] = False,
     skip_special: Annotated[bool, typer.Option(help="leave special tokens out of the text")] = True,
     n: Annotated[int, typer.Option("-n", "--n", min=1, help="texts to write; above 1 with a temperature only")] = 1,
+    top_logprobs: Annotated[
+        int | None, typer.Option(min=0, help="show each token's log probability and so many alternatives")
+    ] = None,
     raw: Annotated[bool, typer.Option(help="the prompt is text to go on with, not a question")] = False,
     speculate: Speculate = True,
 ) -> None:
@@ -116,6 +135,13 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logit_bias": _logit_bias(logit_bias or []),
+        "bad_words": bad_word or [],
+        "min_tokens": min_tokens,
         "seed": seed,
         "stop": stop or (),
         "stop_token_ids": stop_token_id or (),
@@ -123,6 +149,8 @@ def generate(
         "ignore_eos": ignore_eos,
         "skip_special_tokens": skip_special,
         "n": n,
+        "logprobs": top_logprobs is not None,
+        "top_logprobs": top_logprobs or 0,
         "speculate": speculate,
     }
     asked: Prompt = prompt if raw else [Message("user", prompt)]
@@ -162,6 +190,17 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _logit_bias(options: list[str]) -> dict[int, float]:
+    """Raises BadParameter for an option that is not ID=BIAS."""
+    biases: dict[int, float] = {}
+    for option in options:
+        match = re.fullmatch(r"(\d+)=(-?\d+(?:\.\d+)?)", option)
+        if not match:
+            raise typer.BadParameter(f"{option!r} is not ID=BIAS, as in 42=-5", param_hint="--logit-bias")
+        biases[int(match[1])] = float(match[2])
+    return biases
 
 
 def _advice(error: DraftwoodError) -> str:
@@ -302,12 +341,16 @@ async def _show_texts(client: DraftwoodClient, prompt: Prompt, options: dict[str
 async def _stream(client: DraftwoodClient, prompt: Prompt, options: dict[str, Any]) -> str:
     """Shows the answer as it comes and a summary; returns its text."""
     pieces: list[str] = []
+    chunks: list[Chunk] = []
     async for event in client.generate(prompt, **options):
         if isinstance(event, Chunk):
             pieces += event.pieces
+            chunks.append(event)
             show_chunk(console, event)
         elif isinstance(event, Finished):
             console.print(f"\n{summary(event)}", style="dim", highlight=False)
+            if options.get("logprobs"):
+                console.print(logprob_table(chunks))
     return "".join(pieces)
 
 

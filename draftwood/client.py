@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -42,6 +42,8 @@ class Message:
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """Text as it stands, a chat for the target's template, or token ids."""
+BadWord = str | Sequence[int]
+"""A text, tokenized by the target's tokenizer with and without a leading space, or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,23 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """A token that the target could have chosen."""
+
+    token: int
+    logprob: float
+    text: str  # of the token by itself
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log probability before any processing, and the likeliest tokens at its place, best first."""
+
+    logprob: float
+    top: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The tokens of one verify step; the first ``accepted`` had been guessed by a draft."""
 
@@ -61,6 +80,7 @@ class Chunk:
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]  # text that can be delivered with each token
     accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if asked for
     index: int = 0
 
 
@@ -176,8 +196,17 @@ class DraftwoodClient:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float | None = None,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        bad_words: Sequence[BadWord] = (),
+        min_tokens: int = 0,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        logprobs: bool = False,
+        top_logprobs: int = 0,
         stop_token_ids: Sequence[int] = (),
         include_stop_str_in_output: bool = False,
         ignore_eos: bool = False,
@@ -189,9 +218,24 @@ class DraftwoodClient:
         """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit.
 
         With ``n`` the events of n texts come as they are written, told apart by their ``index``.
+        docs/sampling.md says what the sampling parameters mean, their ranges and their order.
         """
         generation = verifier_pb2.Generation(
-            sampling=verifier_pb2.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+            sampling=verifier_pb2.Sampling(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                repetition_penalty=repetition_penalty,
+                logit_bias=logit_bias,
+                bad_words=[_bad_word(word) for word in bad_words],
+                min_tokens=min_tokens,
+                seed=seed,
+                logprobs=logprobs,
+                top_logprobs=top_logprobs,
+            ),
             max_tokens=max_tokens,
             stop=[stop] if isinstance(stop, str) else stop,
             stop_token_ids=stop_token_ids,
@@ -345,6 +389,12 @@ def _single(request: router_pb2.RouterServiceGenerateRequest, index: int) -> rou
     return single
 
 
+def _bad_word(word: BadWord) -> verifier_pb2.BadWord:
+    if isinstance(word, str):
+        return verifier_pb2.BadWord(text=word)
+    return verifier_pb2.BadWord(token_ids=verifier_pb2.TokenIds(ids=word))
+
+
 def _check_and_keep(singles: Sequence[router_pb2.RouterServiceGenerateRequest], chunk: Chunk) -> None:
     """Adds the chunk to what has been received. Raises Internal CHUNK_GAP if it does not fit behind it."""
     if chunk.index >= len(singles):
@@ -363,11 +413,16 @@ def _event(event: verifier_pb2.GenerationEvent) -> Event:
         return Started(started.session_id, started.model, started.seed, started.prompt_tokens, index=index)
     if event.HasField("chunk"):
         chunk = event.chunk
-        return Chunk(chunk.offset, tuple(chunk.tokens), tuple(chunk.pieces), chunk.accepted, index=index)
+        logprobs = tuple(_logprobs(token) for token in chunk.logprobs)
+        return Chunk(chunk.offset, tuple(chunk.tokens), tuple(chunk.pieces), chunk.accepted, logprobs, index=index)
     finished = event.finished
     kind = finished.WhichOneof("stop")
     stop = getattr(finished, kind) if kind else None
     return Finished(_REASONS[finished.reason], _usage(finished.usage), stop=stop, index=index)
+
+
+def _logprobs(token: verifier_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(token.logprob, tuple(Alternative(each.token, each.logprob, each.text) for each in token.top))
 
 
 _REASONS: dict[int, Literal["stop", "length", "cancelled", "unspecified"]] = {

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from draftwood.client import Chunk, ClusterState, DraftState, Finished, Usage, VerifierState
 from draftwood.config import ClusterConfig
@@ -116,6 +117,16 @@ def show_chunk(console: Console, chunk: Chunk) -> None:
     for index, piece in enumerate(chunk.pieces):
         style = ACCEPTED_STYLE if index < chunk.accepted else None
         console.print(piece, style=style, end="", markup=False, highlight=False, soft_wrap=True)
+
+
+def logprob_table(chunks: Iterable[Chunk]) -> Table:
+    """One row a token: what it added to the text, its log probability, the likeliest tokens at its place."""
+    table = _table("log probabilities", "token", "text", "logprob", "likeliest")
+    for chunk in chunks:
+        for token, piece, logprobs in zip(chunk.tokens, chunk.pieces, chunk.logprobs, strict=True):
+            top = "  ".join(f"{other.text!r} {other.logprob:.3f}" for other in logprobs.top)
+            table.add_row(str(token), Text(repr(piece)), f"{logprobs.logprob:.3f}", Text(top))
+    return table
 
 
 def summary(finished: Finished) -> str:

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwood.errors import InvalidArgument
 from draftwood.noise import GumbelCache
+from draftwood.processors import ProcessorParams, check_parameter
 
 MAX_TEMPERATURE = 10.0
 
@@ -34,12 +34,18 @@ _BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling of one request. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 keep every token."""
+    """Sampling of one request. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 keep every token.
+
+    ``processors`` change the logits beforehand (``draftwood.processors``); None: the logits as they come. The functions
+    here take processed logits and do not look at them.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0  # uint64
+    min_p: float = 0.0
+    processors: ProcessorParams | None = None
 
     @property
     def greedy(self) -> bool:
@@ -48,28 +54,30 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         """Whether tokens are left out, for which the row's largest have to be found."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidArgument SAMPLING for the first value out of its range; NaN is out of every range."""
+        """Raises InvalidArgument SAMPLING for the first value out of its range; NaN is out of every range.
+
+        As ``ProcessorParams.validate`` for the processors.
+        """
         t = self.temperature
-        _check("temperature", t, 0 <= t <= MAX_TEMPERATURE, f"in [0, {MAX_TEMPERATURE:g}]")
-        _check("top_k", self.top_k, 0 <= self.top_k <= vocab_size, f"in [0, {vocab_size}], the vocabulary")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        _check("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2**64)")
-
-
-def _check(name: str, value: float, valid: bool, limit: str) -> None:
-    if not valid:
-        raise InvalidArgument("SAMPLING", f"{name} is {value}, must be {limit}", field=f"sampling.{name}")
+        check_parameter("temperature", t, 0 <= t <= MAX_TEMPERATURE, f"in [0, {MAX_TEMPERATURE:g}]")
+        check_parameter("top_k", self.top_k, 0 <= self.top_k <= vocab_size, f"in [0, {vocab_size}], the vocabulary")
+        check_parameter("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        check_parameter("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        check_parameter("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2**64)")
+        if self.processors:
+            self.processors.validate(vocab_size)
 
 
 def process_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature, then top-k, then top-p: logits [rows, vocab] of p, float32 or wider, excluded tokens -inf.
+    """Temperature, then top-k, top-p, min-p: logits [rows, vocab] of p, float32 or wider, excluded tokens -inf.
 
-    Rows come out shifted so that their largest is 0 (greedy: as they come, as no processor moves the argmax). Of equal
+    Rows come out shifted so that their largest is 0 (greedy: as they come, as none of these moves the argmax). Of equal
     logits the lower id counts as the larger one. The top-p set is the shortest head of the descending order that
-    reaches ``top_p`` of what top-k left, at least one token.
+    reaches ``top_p`` of what top-k left, at least one token. Min-p keeps the tokens with at least ``min_p`` times the
+    probability of the likeliest, at the temperature (arXiv:2407.01082; transformers' order).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.greedy:
@@ -80,6 +88,12 @@ def process_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         (), max(params.temperature, torch.finfo(wide.dtype).tiny), dtype=wide.dtype, device=wide.device
     )
     shifted = (wide - wide.amax(dim=-1, keepdim=True)).div_(divisor)
+    kept = _truncated(shifted, params)
+    return kept.masked_fill(kept < math.log(params.min_p), -math.inf) if params.min_p > 0 else kept
+
+
+def _truncated(shifted: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, then top-p."""
     if params.top_p < 1:
         return _keep(shifted, *_top_p_cut(shifted, params))
     if params.top_k:
@@ -149,6 +163,22 @@ def margins(
     """Gap [rows] between the rule's best and second-best candidate, in nats (at the temperature); 0 is a tie."""
     best = _perturbed(logits[:, :vocab_size], params, positions, noise).topk(2, dim=-1).values
     return best[:, 0] - best[:, 1]
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], alternatives: int, *, vocab_size: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities under softmax(logits), that is before any processing, of logits [rows, vocab] as they come.
+
+    Of each row's token: [rows]; and the row's ``alternatives`` likeliest tokens, best first, lowest id on ties: int64
+    and their log probabilities, both [rows, alternatives]. Float32 or wider; -inf is possible. A row's values depend on
+    no other row.
+    """
+    wide = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
+    logprob = F.log_softmax(wide, dim=-1)
+    chosen = logprob.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)).squeeze(1)
+    top = _top(_whole_blocks(logprob.float(), alternatives), alternatives)
+    return chosen, top, logprob.gather(1, top)
 
 
 def _perturbed(logits: Tensor, params: SamplingParams, positions: Sequence[int], noise: GumbelCache) -> Tensor:

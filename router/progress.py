@@ -92,4 +92,5 @@ def _without_first(chunk: verifier_pb2.Chunk, known: int) -> verifier_pb2.Chunk:
         tokens=chunk.tokens[known:],
         pieces=chunk.pieces[known:],
         accepted=max(chunk.accepted - known, 0),
+        logprobs=chunk.logprobs[known:],
     )

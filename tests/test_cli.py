@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from draftwood.choices import choice_seed
-from draftwood.client import Chunk, DraftwoodClient, Usage
+from draftwood.client import Alternative, Chunk, DraftwoodClient, TokenLogprobs, Usage
 from draftwood.config import load_cluster_config
-from draftwood.console import StartView, show_chunk
+from draftwood.console import StartView, logprob_table, show_chunk
 from draftwood.demo import PROMPTS, Pair, Run, compare, judge, pair_table
+from draftwood.v1 import verifier_pb2
 from router.supervisor import ClusterRecord, is_running, read_record, state_path, write_record
 from tests.router.harness import ScriptedCluster
 from tests.router.scripted import scripted_text
@@ -103,6 +104,42 @@ async def test_generate_shows_each_of_several_texts_with_its_seed(cluster: Scrip
     assert shown == {f"text {k}, seed {seed}:": scripted_text(seed, 4) for k, seed in enumerate(seeds)}
     refused = await draftwood("generate", "hi", *where, "--n", "2")
     assert (refused.code, refused.out) == (1, "") and "CHOICES (generation.n)" in refused.err
+
+
+async def test_generate_sends_the_sampling_parameters(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier()
+    await cluster.serve([verifier])
+    options = (
+        "--temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --presence-penalty 0.5 --frequency-penalty -0.5 "
+        "--repetition-penalty 1.5 --logit-bias 7=-2.5 --logit-bias 11=1 --bad-word sea --bad-word sky --min-tokens 1 "
+        "--seed 9 --top-logprobs 2 --max-tokens 2"
+    )
+    outcome = await draftwood("generate", "hi", "--address", cluster.address, *options.split())
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("-0.500") == 2, "one line a token"
+    (request,) = verifier.log.requests
+    assert request.generation.sampling == verifier_pb2.Sampling(
+        temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, presence_penalty=0.5, frequency_penalty=-0.5,
+        repetition_penalty=1.5, logit_bias={7: -2.5, 11: 1.0},
+        bad_words=[verifier_pb2.BadWord(text="sea"), verifier_pb2.BadWord(text="sky")], min_tokens=1, seed=9,
+        logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", ["7", "7=", "x=1", "-7=1", "7=nan", "7=1=2"])
+async def test_a_logit_bias_that_is_none_is_refused(bias: str) -> None:
+    outcome = await draftwood("generate", "hi", "--address", "127.0.0.1:1", f"--logit-bias={bias}")
+    assert outcome.code == 2 and "--logit-bias" in outcome.err and bias in outcome.err
+
+
+def test_log_probabilities_are_a_table() -> None:
+    output = io.StringIO()
+    top = (Alternative(5, -0.25, "[b]"), Alternative(6, -2.0, "\n"))
+    chunk = Chunk(0, (5, 9), ("[b]", ""), 1, (TokenLogprobs(-0.25, top), TokenLogprobs(-1.5, ())))
+    Console(file=output, width=80).print(logprob_table([chunk]))
+    lines = [" ".join(line.split()) for line in output.getvalue().splitlines() if line.strip()]
+    assert lines[0] == "log probabilities" and lines[1] == "token text logprob likeliest"
+    assert lines[-2:] == ["5 '[b]' -0.250 '[b]' -0.250 '\\n' -2.000", "9 '' -1.500"]
 
 
 async def test_chat_keeps_the_history(cluster: ScriptedCluster) -> None:

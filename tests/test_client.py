@@ -60,6 +60,15 @@ async def test_sends_every_parameter(cluster: ScriptedCluster) -> None:
             temperature=0.5,
             top_k=3,
             top_p=0.25,
+            min_p=0.125,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={7: -2.0, 11: 0.5},
+            bad_words=["sea", [3, 4]],
+            min_tokens=1,
+            logprobs=True,
+            top_logprobs=2,
             seed=9,
             stop=["a", "b c"],
             stop_token_ids=[4, 5],
@@ -79,7 +88,24 @@ async def test_sends_every_parameter(cluster: ScriptedCluster) -> None:
             ]
         ),
         max_tokens=2,
-        sampling=verifier_pb2.Sampling(temperature=0.5, top_k=3, top_p=0.25, seed=9),
+        sampling=verifier_pb2.Sampling(
+            temperature=0.5,
+            top_k=3,
+            top_p=0.25,
+            min_p=0.125,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={7: -2.0, 11: 0.5},
+            bad_words=[
+                verifier_pb2.BadWord(text="sea"),
+                verifier_pb2.BadWord(token_ids=verifier_pb2.TokenIds(ids=[3, 4])),
+            ],
+            min_tokens=1,
+            logprobs=True,
+            top_logprobs=2,
+            seed=9,
+        ),
         stop=["a", "b c"],
         stop_token_ids=[4, 5],
         include_stop_str_in_output=True,
@@ -87,7 +113,8 @@ async def test_sends_every_parameter(cluster: ScriptedCluster) -> None:
         skip_special_tokens=False,
         speculation=verifier_pb2.Speculation(disabled=True, max_nodes=6),
     )
-    assert list(by_ids.token_ids.ids) == [1, 2, 3] and not by_ids.sampling.HasField("top_p")
+    assert list(by_ids.token_ids.ids) == [1, 2, 3]
+    assert by_ids.sampling == verifier_pb2.Sampling(seed=by_ids.sampling.seed), "what is not said is not sent"
     assert list(by_ids.stop) == ["one"] and not by_ids.HasField("skip_special_tokens") and not by_ids.HasField("n")
 
 

@@ -54,7 +54,9 @@ LAYERS = {
         packages=VALUE_PACKAGES,
     ),
     "maths": Layer(
-        ("draftwood.noise", "draftwood.sampling", "draftwood.acceptance"), ("values",), (*VALUE_PACKAGES, "torch")
+        ("draftwood.noise", "draftwood.processors", "draftwood.sampling", "draftwood.acceptance"),
+        ("values",),
+        (*VALUE_PACKAGES, "torch"),
     ),
     "v1": Layer(("draftwood.v1",), packages=("google", "grpc")),
     "kernels": Layer(("draftwood.kernels",), packages=("torch", "triton")),

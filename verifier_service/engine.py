@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftwood.acceptance import FinishReason, emit, walk
+from draftwood.acceptance import FinishReason, Walk, emit, walk
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, PermissionDenied, ResourceExhausted
 from draftwood.runtime.batch import Rows
@@ -24,7 +24,7 @@ from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.live_tree import Nodes
 from verifier_service.plan import Part, Planner
-from verifier_service.sampler import TargetSampler
+from verifier_service.sampler import NONE_ALLOWED, TargetSampler, failure
 from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
 from verifier_service.width import GRID, StepTimes
 
@@ -278,16 +278,21 @@ class Engine:
         if not targets:  # a chunk of prefill that does not reach the anchor
             return None
         taken = walk(part.tree, targets)
-        if taken.tokens[-1] < 0:
-            self._fail(session, Internal("NAN_LOGITS", "the target's logits were not finite"), out)
+        if taken.tokens[-1] == NONE_ALLOWED and taken.path:  # first the run; the next step fails at its anchor
+            taken = Walk(taken.path[:-1], taken.tokens[:-1])
+        valid = taken.tokens if taken.tokens[-1] >= 0 else taken.tokens[:-1]
+        text = session.request.text
+        emission = emit(valid, session.generated, session.request.ending, text)
+        if len(valid) < len(taken.tokens) and not emission.finish:  # if the text has ended, nobody asks for the last
+            self._fail(session, failure(taken.tokens[-1]), out)
             return None
         self._note(session, part, len(taken.path), first_step=session.generated == len(session.request.resume))
-        text = session.request.text
-        emission = emit(taken.tokens, session.generated, session.request.ending, text)
-        tokens, accepted = taken.tokens[: emission.count], min(len(taken.path), emission.count)
+        tokens, accepted = valid[: emission.count], min(len(taken.path), emission.count)
         pieces = text.take() if text is not None else None
+        wanted = session.request.top_logprobs is not None
+        logprobs = self.sampler.logprobs(part, [0, *taken.path][: len(tokens)], tokens) if wanted else ()
         name, finish = session.request.session_id, emission.finish
-        out.emitted.append(Emitted(name, session.generated, tokens, accepted, finish=finish, pieces=pieces))
+        out.emitted.append(Emitted(name, session.generated, tokens, accepted, logprobs, finish=finish, pieces=pieces))
         for draft in session.drafts.values():
             draft.misses += draft.complete_epoch < session.tree.epoch and session.budget > 0
         if emission.finish:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from draftwood.acceptance import Emission, Ending, emit
 from draftwood.errors import InvalidArgument
+from draftwood.processors import MAX_BAD_WORDS, ProcessorParams, check_bad_word, check_count, check_parameter
 from draftwood.runtime.text import TextCodec, TextStream
 from draftwood.sampling import SamplingParams
 from draftwood.stop_strings import StopStrings
@@ -15,6 +16,7 @@ from verifier_service.session import GenerateRequest
 ROLES = ("system", "user", "assistant")
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,10 @@ def check_request(
         b"" if speculation.disabled else message.ticket,
         prompt,
         resume,
-        _sampling(generation.sampling, seed, token_count),
+        _sampling(generation.sampling, codec, seed, token_count, ending),
         ending,
         0 if speculation.disabled else nodes,
+        _top_logprobs(generation.sampling, token_count),
         text=text if stops else None,
     )
     return CheckedRequest(request, text, resumed)
@@ -87,6 +90,7 @@ def _text(generation: pb.Generation, codec: TextCodec) -> tuple[bool, TextStream
     text = codec.stream(
         StopStrings(generation.stop) if generation.stop else None,
         include_stop=generation.include_stop_str_in_output,
+        min_tokens=generation.sampling.min_tokens,
         skip_special_tokens=generation.skip_special_tokens if generation.HasField("skip_special_tokens") else True,
     )
     return bool(generation.stop), text
@@ -125,12 +129,47 @@ def _max_tokens(asked: int, room: int) -> int:
     return asked or room
 
 
-def _sampling(message: pb.Sampling, seed: int, token_count: int) -> SamplingParams:
+def _sampling(message: pb.Sampling, codec: TextCodec, seed: int, token_count: int, ending: Ending) -> SamplingParams:
+    most = ending.max_tokens
+    check_parameter("min_tokens", message.min_tokens, message.min_tokens <= most, f"in [0, {most}], max_tokens")
+    processors = ProcessorParams(
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=_bad_words(message, codec, token_count),
+        min_tokens=message.min_tokens,
+        end_tokens=tuple(sorted(ending.stop_token_ids)) if message.min_tokens else (),
+    )
     params = SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,
         top_p=message.top_p if message.HasField("top_p") else 1.0,
         seed=message.seed if message.HasField("seed") else seed,
+        min_p=message.min_p,
+        processors=None if processors == ProcessorParams() else processors,
     )
     params.validate(token_count)
     return params
+
+
+def _bad_words(message: pb.Sampling, codec: TextCodec, token_count: int) -> tuple[tuple[int, ...], ...]:
+    """Token sequences without repetitions; a text gives up to two, with and without a leading space."""
+    check_count("bad_words", len(message.bad_words), MAX_BAD_WORDS, "entries")
+    words: list[tuple[int, ...]] = []
+    for k, entry in enumerate(message.bad_words):
+        ids = [entry.token_ids.ids] if entry.WhichOneof("word") == "token_ids" else codec.spellings(entry.text)
+        for word in ids:
+            check_bad_word(word, token_count, f"bad_words[{k}]")
+            words.append(tuple(word))
+    return tuple(dict.fromkeys(words))
+
+
+def _top_logprobs(message: pb.Sampling, token_count: int) -> int | None:
+    """How many alternatives are to be reported; None: no log probabilities at all."""
+    count, most = message.top_logprobs, min(MAX_TOP_LOGPROBS, token_count)
+    check_parameter("top_logprobs", count, count <= most, f"in [0, {most}]")
+    if message.logprobs:
+        return count
+    check_parameter("top_logprobs", count, count == 0, "0 unless logprobs is set")
+    return None

@@ -30,7 +30,7 @@ from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
 from verifier_service.engine import Engine, Outcome
 from verifier_service.requests import check_request
-from verifier_service.session import Emitted, Ended, Stats
+from verifier_service.session import Emitted, Ended, Stats, TokenLogprobs
 from verifier_service.speculation import DraftLink, Target
 
 log = get_logger(__name__)
@@ -245,7 +245,7 @@ class VerifierServer:
                 raise admitted
             yield verifier_pb2.GenerationEvent(started=started)
             while not isinstance(event := await stream.get(), Ended):
-                yield _chunk(event, checked.text)
+                yield _chunk(event, checked.text, loaded.codec)
             yield verifier_pb2.GenerationEvent(finished=_finished(event))
         finally:
             del self._streams[request.session_id]
@@ -318,13 +318,18 @@ class VerifierServer:
         return report
 
 
-def _chunk(event: Event, text: TextStream) -> verifier_pb2.GenerationEvent:
+def _chunk(event: Event, text: TextStream, codec: TextCodec) -> verifier_pb2.GenerationEvent:
     """One step's tokens with their text; raises the error that ended the session."""
     if isinstance(event, DraftwoodError):
         raise event
     assert isinstance(event, Emitted)
-    pieces = event.pieces if event.pieces is not None else _pieces(event, text)
-    chunk = verifier_pb2.Chunk(offset=event.offset, tokens=event.tokens, pieces=pieces, accepted=event.accepted)
+    chunk = verifier_pb2.Chunk(
+        offset=event.offset,
+        tokens=event.tokens,
+        pieces=event.pieces if event.pieces is not None else _pieces(event, text),
+        accepted=event.accepted,
+        logprobs=[_logprobs(token, codec) for token in event.logprobs],
+    )
     return verifier_pb2.GenerationEvent(chunk=chunk)
 
 
@@ -334,6 +339,14 @@ def _pieces(event: Emitted, text: TextStream) -> tuple[str, ...]:
     for k, token in enumerate(event.tokens):
         text.feed(token, event.finish if k == last else None)
     return text.take()
+
+
+def _logprobs(token: TokenLogprobs, codec: TextCodec) -> verifier_pb2.TokenLogprobs:
+    top = [
+        verifier_pb2.TokenAlternative(token=other, logprob=logprob, text=codec.token_text(other))
+        for other, logprob in token.top
+    ]
+    return verifier_pb2.TokenLogprobs(logprob=token.logprob, top=top)
 
 
 def _finished(event: Ended) -> verifier_pb2.Finished:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from draftwood.acceptance import Ending, FinishReason
+from draftwood.processors import History
 from draftwood.runtime.text import TextStream
 from draftwood.sampling import SamplingParams
 from verifier_service.live_tree import LiveTree
@@ -27,6 +28,7 @@ class GenerateRequest:
     sampling: SamplingParams
     ending: Ending  # max_tokens counts the resumed ones
     max_nodes: int
+    top_logprobs: int | None = None  # alternatives to report with each token's log probability; None: report neither
     text: TextStream | None = None  # searched for stop strings; knows of ``resume``, the engine feeds it what follows
 
 
@@ -55,6 +57,14 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a token, and of the likeliest tokens at its place, best first, all before any processing."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Emitted:
     """Tokens of one step for one session; the first ``accepted`` had been guessed by a draft."""
 
@@ -62,6 +72,7 @@ class Emitted:
     offset: int
     tokens: tuple[int, ...]
     accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if the request asks for them
     finish: FinishReason | None = None  # why the text ends with them
     pieces: tuple[str, ...] | None = None  # the text of each token; None: nobody has made it yet
 
@@ -95,9 +106,12 @@ class Session:
     committed_s: float = 0.0  # when the last commit went out
     budget: int = 0  # nodes asked of the drafts for this round
     stats: Stats = field(default_factory=Stats)
+    history: History | None = field(init=False, default=None)  # None: nothing processes the logits
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resume]
+        if processors := self.request.sampling.processors:
+            self.history = History(processors, self.tokens, len(self.request.prompt))
         self.tree = LiveTree(self.tokens, self.live_nodes)
         self.committed_s = self.admitted_s
 

@@ -33,6 +33,22 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
+    def spellings(self, word: str) -> list[list[int]]:
+        """Ids of a word at the start of a text and behind a space, as far as these differ; [[]] if it is blank.
+
+        As vLLM reads bad words, but for the second spelling, which vLLM leaves out unless it has as many tokens.
+        """
+        bare = word.lstrip(" ")
+        if not bare:
+            return [[]]
+        first, inner = (self._tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}"))
+        return [first] if first == inner else [first, inner]
+
+    def token_text(self, token: int) -> str:
+        """A token's text by itself, special tokens by name; U+FFFD stands for bytes that are no whole character."""
+        text: str = self._fast.decode([token], skip_special_tokens=False)
+        return text
+
     def render(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of a conversation by the model's chat template, ready for the assistant's answer."""
         if not self._tokenizer.chat_template:

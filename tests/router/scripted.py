@@ -118,6 +118,8 @@ class ScriptedVerifier:
             tokens = [scripted_token(seed, position + i) for i in range(count)]
             pieces = [f"{token} " for token in tokens]
             chunk = verifier_pb2.Chunk(offset=position, tokens=tokens, pieces=pieces, accepted=count - 1)
+            if generation.sampling.logprobs:
+                chunk.logprobs.extend(verifier_pb2.TokenLogprobs(logprob=-0.5) for _ in tokens)
             yield verifier_pb2.GenerationEvent(chunk=chunk)
             position, steps = position + count, steps + 1
         await self._fail(position)

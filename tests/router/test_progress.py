@@ -44,6 +44,14 @@ def test_known_tokens_are_cut_off_with_their_pieces_and_marks() -> None:
     assert progress.admit(chunk(1, [4, 99, 3], accepted=2)) is None
 
 
+def test_log_probabilities_are_cut_with_their_tokens() -> None:
+    progress = Progress(verifier_pb2.Generation(resume_tokens=[17]))
+    event = chunk(0, [17, 4, 99])
+    event.chunk.logprobs.extend(verifier_pb2.TokenLogprobs(logprob=-k) for k in range(3))
+    admitted = progress.admit(event)
+    assert admitted and [entry.logprob for entry in admitted.chunk.logprobs] == [-1, -2]
+
+
 def test_a_gap_is_an_error() -> None:
     progress = Progress(verifier_pb2.Generation())
     with pytest.raises(Internal) as error:

@@ -109,7 +109,13 @@ def check(error: DraftwoodError | None, status: str, reason: str, field: str | N
 # --- Generate, through the router
 
 
-SAMPLING = verifier_pb2.Sampling
+SAMPLING, BAD_WORD = verifier_pb2.Sampling, verifier_pb2.BadWord
+
+
+def ids_of(*ids: int) -> verifier_pb2.BadWord:
+    return verifier_pb2.BadWord(token_ids=verifier_pb2.TokenIds(ids=ids))
+
+
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "unknown_model": ({"text": "x", "model": "gpt-9"}, "NOT_FOUND", "MODEL_UNKNOWN", "model"),
     "no_prompt": ({}, "INVALID_ARGUMENT", "PROMPT_EMPTY", "generation.prompt"),
@@ -199,7 +205,66 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         ("temperature", -0.1), ("temperature", NAN), ("temperature", INF), ("temperature", -INF), ("temperature", 10.5),
         ("temperature", 1e30), ("top_k", SIZE + 1), ("top_k", 2**32 - 1),
         ("top_p", 0.0), ("top_p", -0.5), ("top_p", 1.5), ("top_p", NAN), ("top_p", INF),
+        ("min_p", -0.1), ("min_p", 1.5), ("min_p", NAN), ("min_p", INF),
+        ("presence_penalty", -2.5), ("presence_penalty", 2.5), ("presence_penalty", NAN), ("presence_penalty", INF),
+        ("frequency_penalty", -2.5), ("frequency_penalty", 2.5), ("frequency_penalty", NAN),
+        ("frequency_penalty", -INF),
+        ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("repetition_penalty", 0.001),
+        ("repetition_penalty", 101.0), ("repetition_penalty", NAN), ("repetition_penalty", INF),
+        ("min_tokens", CONTEXT + 1), ("min_tokens", 2**32 - 1),
+        ("top_logprobs", 1),
     ]
+} | {
+    f"logit_bias_{value}": (
+        {"text": "x", "sampling": SAMPLING(logit_bias={7: 1.0, 9: value})},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.logit_bias[9]",
+    )
+    for value in (-100.5, 101.0, NAN, INF, -INF)
+} | {
+    "logit_bias_out_of_vocabulary": (
+        {"text": "x", "sampling": SAMPLING(logit_bias={7: 1.0, SIZE: 1.0})},
+        "INVALID_ARGUMENT", "TOKEN_OUT_OF_VOCABULARY", f"sampling.logit_bias[{SIZE}]",
+    ),
+    "too_many_logit_biases": (
+        {"text": "x", "sampling": SAMPLING(logit_bias=dict.fromkeys(range(1025), 0.0))},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.logit_bias",
+    ),
+    "bad_word_out_of_vocabulary": (
+        {"text": "x", "sampling": SAMPLING(bad_words=[BAD_WORD(text="fine"), ids_of(1, SIZE)])},
+        "INVALID_ARGUMENT", "TOKEN_OUT_OF_VOCABULARY", "sampling.bad_words[1].token_ids[1]",
+    ),
+    "bad_word_that_says_nothing": (
+        {"text": "x", "sampling": SAMPLING(bad_words=[BAD_WORD()])},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.bad_words[0]",
+    ),
+    "bad_word_of_spaces": (
+        {"text": "x", "sampling": SAMPLING(bad_words=[BAD_WORD(text="  ")])},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.bad_words[0]",
+    ),
+    "bad_word_of_no_ids": (
+        {"text": "x", "sampling": SAMPLING(bad_words=[ids_of(5), ids_of()])},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.bad_words[1]",
+    ),
+    "bad_word_of_too_many_ids": (
+        {"text": "x", "sampling": SAMPLING(bad_words=[ids_of(*[5] * 65)])},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.bad_words[0]",
+    ),
+    "bad_word_of_too_long_a_text": (
+        {"text": "x", "sampling": SAMPLING(bad_words=[BAD_WORD(text="sky " * 65)])},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.bad_words[0]",
+    ),
+    "too_many_bad_words": (
+        {"text": "x", "sampling": SAMPLING(bad_words=[ids_of(5)] * 1025)},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.bad_words",
+    ),
+    "min_tokens_beyond_max_tokens": (
+        {"text": "x", "max_tokens": 4, "sampling": SAMPLING(min_tokens=5)},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.min_tokens",
+    ),
+    "too_many_top_logprobs": (
+        {"text": "x", "sampling": SAMPLING(logprobs=True, top_logprobs=21)},
+        "INVALID_ARGUMENT", "SAMPLING", "sampling.top_logprobs",
+    ),
 }  # fmt: skip
 
 
@@ -211,6 +276,16 @@ async def test_request(rig: Rig, case: str) -> None:
     assert refusal.events == ["error"], "the in-band error is all that comes"
     check(refusal.said, status, reason, field)
     check(refusal.status, status, reason, field)
+
+
+async def test_request_that_leaves_no_token(rig: Rig) -> None:
+    """Known only when the text gets there: what came before it is delivered, then the error."""
+    words = [ids_of(token) for token in range(SIZE)]
+    async with rig.unimpressed():
+        refusal = await refused(rig.generate(text="x", sampling=SAMPLING(bad_words=words)))
+    assert refusal.events == ["started", "error"]
+    check(refusal.said, "INVALID_ARGUMENT", "NO_TOKEN_ALLOWED", "sampling")
+    check(refusal.status, "INVALID_ARGUMENT", "NO_TOKEN_ALLOWED", "sampling")
 
 
 async def test_request_straight_to_the_verifier_without_a_session_id(rig: Rig) -> None:

@@ -28,7 +28,12 @@ RULES: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 7},
     {"temperature": 1.2, "top_k": 40, "seed": 2**64 - 1},
     {"temperature": 0.7, "top_p": 0.8, "seed": 0},
-]
+    {
+        "temperature": 0.8, "top_k": 100, "top_p": 0.95, "min_p": 0.02, "seed": 5, "presence_penalty": 0.4,
+        "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": {7: 2.0, 290: -3.0},
+        "bad_words": ["sea", "the sky", [5, 7]], "min_tokens": 8,
+    },
+]  # fmt: skip
 
 
 async def compare(cluster: Cluster, tokens: int, at_once: int = 8) -> int:
