@@ -13,7 +13,7 @@ The order is that of transformers' ``generate`` and of vLLM, where they agree:
 4. ``frequency_penalty`` f and ``presence_penalty`` p, for each token of the output (OpenAI, as vLLM): the logit of one
    that occurs n > 0 times loses n * f + p.
 5. ``bad_words``: the last token of a sequence is excluded where the history, prompt included, ends with the rest of it
-   (transformers; vLLM looks at the output only).
+   (transformers, which overlooks a sequence that starts with the whole text; vLLM looks at the output only).
 6. ``min_tokens``: tokens that end the text are excluded until the output has so many.
 
 Temperature, top-k, top-p and min-p follow in ``draftwood.sampling``. The *output* are the generated tokens, resumed

@@ -90,9 +90,9 @@ class TargetSampler:
         columns = zip(logprob.tolist(), top.tolist(), values.tolist(), strict=True)
         return tuple(TokenLogprobs(own, tuple(zip(ids, others, strict=True))) for own, ids, others in columns)
 
-    def _process(self, parts: Sequence[Part], pieces: list[Tensor], allowed: Mapping[str, Tensor]) -> list[int]:
+    def _process(self, parts: Sequence[Part], pieces: list[Tensor], allowed: Mapping[str, Tensor]) -> set[int]:
         """Replaces the logits of parts that have processors or a constraint; returns which."""
-        processed = []
+        processed = set()
         for k, part in enumerate(parts):
             history, mask = part.session.history, allowed.get(part.session.request.session_id)
             history = history if history and history.active else None
@@ -104,7 +104,7 @@ class TargetSampler:
                 rows = process(rows, history, part.tree)
             # What is not finite stays so, even if the token in question is excluded.
             pieces[k] = rows.masked_fill_(~raw.amax(dim=-1, keepdim=True).isfinite(), math.nan)
-            processed.append(k)
+            processed.add(k)
         return processed
 
     def _choose(self, rule: SamplingParams, parts: Sequence[Part], logits: Sequence[Tensor]) -> list[int]:
