@@ -292,16 +292,20 @@ class Engine:
         return out
 
     def _make_room(self) -> None:
-        """Pages for the step; sessions that had to give theirs up are resumed by recomputing what is not cached."""
+        """Pages for the step. Sessions that had to give theirs up are set aside."""
         running = self.running
         for session in running:
             if not session.decoding:
                 self._kv.adopt(session)
         for session in self._kv.make_room(running, self.planner.share):
-            session.stats.preemptions += 1
-            self.totals.preemptions += 1
-            METRICS.preemptions.inc()
-            self.preempted.appendleft(session)
+            self._set_aside(session)
+
+    def _set_aside(self, session: Session) -> None:
+        """Has a session that gave up its pages wait for others to end; then it computes anew what is not cached."""
+        self.preempted.appendleft(session)
+        session.stats.preemptions += 1
+        self.totals.preemptions += 1
+        METRICS.preemptions.inc()
 
     def _accept(
         self, part: Part, targets: Sequence[int], out: Outcome
