@@ -111,11 +111,13 @@ class Lives(RuleBasedStateMachine):
             self.ended.add(ended.session_id)
         self.ended.update(name for name, _ in outcome.failed)
 
-    @rule(family=st.integers(0, 2), shared=st.integers(1, 60), own=st.integers(0, 20), tokens=st.integers(1, 30))
-    def submit(self, family: int, shared: int, own: int, tokens: int) -> None:
+    @rule(pages=st.lists(st.integers(0, 1), max_size=4), own=st.integers(0, 20), tokens=st.integers(1, 30))
+    def submit(self, pages: list[int], own: int, tokens: int) -> None:
+        """Prompts of two kinds of pages, in any order."""
         assert self.engine
         name = f"s{len(self.want)}"
-        prompt = [(family + k * k) % VOCAB for k in range(shared)] + [self.random.randrange(VOCAB) for _ in range(own)]
+        prompt = [kind for kind in pages for _ in range(PAGE)] + [self.random.randrange(VOCAB) for _ in range(own)]
+        prompt = prompt or [0]
         self.prompt[name], self.want[name], self.got[name] = prompt, oracle(prompt, tokens), []
         self.next_id[name] = 1
         try:
