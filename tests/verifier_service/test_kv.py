@@ -1,6 +1,6 @@
-"""KV pages of the verifier: shared prefixes, preemption, fencing, audit. Drafts on; tiny float64 models where text counts.
+"""KV pages of the verifier, with drafts on: shared prefixes, preemption, fencing, audit.
 
-Bug kinds are those of the list that the tests are named after.
+The target is a tiny float64 model, or a table whose cache shows in the text.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scripted import ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 from scripted import VOCAB as MODEL_VOCAB
-from table_runtime import CANARY, VOCAB, TableRuntime, oracle, table_engine
+from scripted import ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
+from table_runtime import CANARY, TableRuntime, oracle, table_engine
 
 from draftwood.acceptance import FinishReason
 from draftwood.errors import ResourceExhausted
