@@ -278,7 +278,8 @@ class Engine:
     def step(self) -> Outcome:
         """One forward and all that follows from it."""
         began = self.clock()
-        self._make_room()
+        for session in self._kv.make_room(self.running, self.planner.share):
+            self._set_aside(session)
         parts = self.planner.plan(began, self.running, self._wait_limit)
         targets = self.sampler.step(parts)
         forward_s = self.clock() - began
@@ -290,15 +291,6 @@ class Engine:
                 self._kv.publish(part.session)
         self._account(parts, out, began, forward_s)
         return out
-
-    def _make_room(self) -> None:
-        """Pages for the step. Sessions that had to give theirs up are set aside."""
-        running = self.running
-        for session in running:
-            if not session.decoding:
-                self._kv.adopt(session)
-        for session in self._kv.make_room(running, self.planner.share):
-            self._set_aside(session)
 
     def _set_aside(self, session: Session) -> None:
         """Has a session that gave up its pages wait for others to end; then it computes anew what is not cached."""

@@ -71,27 +71,31 @@ class SessionPages:
     def make_room(self, sessions: Sequence[Session], share: int) -> list[Session]:
         """Pages for a step of ``sessions`` with up to ``share`` nodes each; returns those that had to give theirs up.
 
-        Nodes get pages that leave one for each session, and nobody is preempted for them.
+        A session whose text is still being computed takes over what others have published of it meanwhile. Nodes get
+        pages that leave one for each session, and nobody is preempted for them.
         """
+        page = self._pool.page_tokens
         staying, leaving = list(sessions), list[Session]()
         for session in sessions:
-            while session.pages and (lack := self._lack(session, 0)) > 0:
-                if lack <= self._pool.available:
-                    session.pages += self._take(lack)
+            if session.pages and len(session.tokens) - session.cached > 1:
+                self._adopt(session)
+            while session.pages and len(session.tokens) > len(session.pages) * page:
+                if self._pool.available:
+                    session.pages += self._take(1)
                 elif not self._trim(staying):
                     leaving.append(staying.pop())
                     self.release(leaving[-1])
         spare = self._pool.available - len(staying)
         for session in staying:
-            nodes = min(session.tree.size - 1, session.request.max_nodes, share) if session.decoding else 0
-            if nodes and (more := min(spare, self._lack(session, nodes))) > 0:
+            room = len(session.pages) * page - len(session.tokens)
+            if session.tree.size - 1 > room and session.decoding:
+                nodes = min(session.tree.size - 1, session.request.max_nodes, share)
+                more = max(0, min(spare, self._pool.pages_for(nodes - room)))
                 session.pages += self._take(more)
                 spare -= more
-            session.node_room = len(session.pages) * self._pool.page_tokens - len(session.tokens)
+                room += more * page
+            session.node_room = room
         return leaving
-
-    def _lack(self, session: Session, nodes: int) -> int:
-        return self._pool.pages_for(len(session.tokens) + nodes) - len(session.pages)
 
     def _trim(self, sessions: Iterable[Session]) -> int:
         """Takes back what sessions hold for nodes only; returns the number of pages."""
@@ -103,8 +107,8 @@ class SessionPages:
             del session.pages[keep:]
         return trimmed
 
-    def adopt(self, session: Session) -> None:
-        """While a text is being computed: takes over the pages behind ``cached`` that others have published."""
+    def _adopt(self, session: Session) -> None:
+        """Takes over the pages behind ``cached`` that others have published since the session was placed."""
         pool, known = self._pool, list[int]()
         first = session.cached // pool.page_tokens
         if first < len(session.keys) and (known := pool.find(session.keys[first:])):

@@ -149,21 +149,22 @@ class PagePool:
 
     def audit(self, tables: Iterable[Sequence[int]]) -> list[str]:
         """What is wrong in the books, given the pages of every holder; empty: nothing."""
-        holders = Counter(page for table in tables for page in table)
-        free, cached = Counter(self._free), set(self._cached)
+        holders = [0] * self.total
+        for page in (page for table in tables for page in table):
+            holders[page] += 1
+        free, cached, held = set(self._free), set(self._cached), {p for p, n in enumerate(self._holders) if n}
         problems = []
-        for page in range(self.total):
-            owners = (free[page], int(page in cached), int(self._holders[page] > 0))
-            if sum(owners) != 1:
-                problems.append(f"page {page} is {owners[0]} x free, {owners[1]} x cached, {owners[2]} x held")
-            if holders[page] != self._holders[page]:
-                problems.append(f"page {page} has {holders[page]} holders, {self._holders[page]} in the books")
-            if page in cached and page not in self._key_of:
-                problems.append(f"page {page} is cached but not published")
-            if free[page] and page in self._key_of:
-                problems.append(f"page {page} is free but published")
+        if len(self._free) + len(cached) + len(held) != self.total or len(free | cached | held) != self.total:
+            owners = Counter(self._free) + Counter(cached) + Counter(held)
+            problems += [f"page {page} has {owners[page]} owners" for page in range(self.total) if owners[page] != 1]
+            problems.append(f"{self.free} free + {self.cached} cached + {len(held)} held is not {self.total}")
+        if holders != self._holders:
+            both = enumerate(zip(holders, self._holders, strict=True))
+            problems += [f"page {page} has {n} holders, {m} in the books" for page, (n, m) in both if n != m]
+        if not cached <= self._key_of.keys():
+            problems.append(f"cached but not published: {sorted(cached - self._key_of.keys())}")
+        if free & self._key_of.keys():
+            problems.append(f"free but published: {sorted(free & self._key_of.keys())}")
         if self._page_of != {key: page for page, key in self._key_of.items()}:
             problems.append(f"{len(self._page_of)} keys are known, {len(self._key_of)} pages are published")
-        if self.free + self.cached + sum(count > 0 for count in self._holders) != self.total:
-            problems.append(f"{self.free} free + {self.cached} cached + {self.held} held is not {self.total}")
         return problems
