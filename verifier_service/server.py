@@ -314,10 +314,11 @@ class VerifierServer:
         if self._loaded is not None:
             engine, totals = self._loaded.engine, self._loaded.engine.totals  # plain numbers: read without the thread
             pool = engine.runtime.pool
-            report.running, report.waiting = len(engine.sessions) - len(engine.preempted), len(engine.waiting)
+            preempted = len(engine.preempted)
+            report.running, report.waiting = len(engine.sessions) - preempted, len(engine.waiting) + preempted
+            report.preempted, report.preemptions = preempted, totals.preemptions
             report.free_pages, report.total_pages = pool.available, pool.total
-            report.cached_pages, report.preempted = pool.cached, len(engine.preempted)
-            report.preemptions = totals.preemptions
+            report.cached_pages = pool.cached
             report.steps, report.tokens = totals.steps, totals.tokens
             report.nodes_verified, report.nodes_accepted = totals.verified, totals.accepted
             report.nodes_stale, report.growths_refused = totals.stale, totals.refused
