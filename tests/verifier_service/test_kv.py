@@ -152,6 +152,18 @@ def test_an_answer_is_found_again_by_the_next_turn() -> None:
     assert engine.sessions["b"].stats.cached_prompt == engine.sessions["b"].cached
 
 
+def test_a_resumed_request_shares_what_it_had_generated_and_counts_its_prompt_alone() -> None:
+    engine = table_engine(64)
+    answer = oracle([6] * 20, 60)
+    run(engine, [request("a", [6] * 20, 50, GREEDY)], [], 1)
+    engine.submit(request("b", [6] * 20, 60, GREEDY, resume=tuple(answer[:40])))
+    session = engine.sessions["b"]
+    assert (session.cached, session.stats.cached_prompt) == (3 * PAGE, 20)
+    while engine.sessions:
+        engine.step()
+    assert session.tokens[20:] == answer
+
+
 def test_without_the_setting_nothing_is_shared() -> None:
     engine = table_engine(64, prefix_cache=False)
     for name in ("a", "b"):
