@@ -323,6 +323,25 @@ def test_nodes_make_nobody_give_way() -> None:
     assert engine.totals.preemptions == 0 and engine.totals.accepted > 10
 
 
+def test_pages_held_for_nodes_are_given_back_before_anybody_gives_way() -> None:
+    engine = table_engine(8)
+    engine.open_link(0, "wrong")
+    engine.submit(request("old", [1] * 15, 20, GREEDY))
+    engine.submit(request("young", [2] * 6, 20, GREEDY))
+    engine.step()
+    wrong = {"young": [2] * 6 + [(token + 1) % 13 for token in oracle([2] * 6, 20)]}
+    RightDraft(wrong, 12).join(engine, "young", 1)
+    engine.step()
+    old, young = engine.sessions["old"], engine.sessions["young"]
+    assert (len(old.tokens), len(old.pages), len(young.tokens), len(young.pages)) == (17, 1, 8, 2)
+    pool = engine.runtime.pool
+    others = pool.take_pages(pool.available)
+    engine.step()
+    assert (len(old.pages), len(young.pages), engine.totals.preemptions) == (2, 1, 0)
+    pool.give(others)
+    assert engine.audit() == []
+
+
 def test_admission_leaves_running_sessions_room_to_grow() -> None:
     engine = table_engine(8)
     for k in range(6):
