@@ -538,9 +538,10 @@ def test_bug_23_a_preempted_session_gets_its_own_steps_verdict_and_no_other() ->
 
 @pytest.mark.parametrize("between", ["preempted", "resumed", "nothing, but twice"])
 def test_bug_23_an_old_verdict_is_refused(between: str) -> None:
+    """When resumed it has as much cached as when the step was planned, so that only the pages tell the two apart."""
     engine = table_engine(16)
     engine.submit(request("other", [3] * 20, 50, GREEDY))
-    engine.submit(request("s", [1] * 20, 28, GREEDY))
+    engine.submit(request("s", [3] * 17, 28, GREEDY))
     engine.step()
     session, seen = engine.sessions["s"], list[Any]()
     step = engine.sampler.step
@@ -558,7 +559,7 @@ def test_bug_23_an_old_verdict_is_refused(between: str) -> None:
         engine._set_aside(session)
     if between == "resumed":
         engine.cancel("other")
-        assert session.running
+        assert session.running and session.cached == part.rows.context == PAGE
     text, out = list(session.tokens), Outcome()
     with pytest.raises(AssertionError, match="verdict on another run's step"):
         engine._accept(part, targets, out)
