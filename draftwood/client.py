@@ -94,6 +94,7 @@ class Usage:
     nodes_stale: int
     first_token_s: float
     total_s: float
+    cached_prompt_tokens: int = 0
 
     @property
     def accepted_length(self) -> float:
@@ -443,6 +444,7 @@ def _usage(usage: verifier_pb2.Usage) -> Usage:
         nodes_stale=usage.nodes_stale,
         first_token_s=usage.first_token_s,
         total_s=usage.total_s,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
     )
 
 

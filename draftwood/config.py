@@ -42,6 +42,7 @@ class VerifierSettings(BaseSettings):
     threads: Threads = 0
     page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds; also the kernel's key tile")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
+    prefix_cache: bool = Field(True, description="texts that begin alike share the full pages of their beginning")
     max_sessions: Positive = Field(64, description="sessions that may run at once")
     max_waiting: int = Field(256, ge=0, description="requests that may wait for pages or a session")
     max_nodes: Positive = Field(64, description="nodes of one session that one step may verify", le=255)

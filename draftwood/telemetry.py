@@ -18,8 +18,9 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor, Wrapped
 from draftwood.errors import BY_STATUS, InvalidArgument
 
 Fate = Literal["drafted", "verified", "accepted", "stale", "refused"]
-SessionState = Literal["waiting", "running"]
-PageOwner = Literal["free", "session"]
+SessionState = Literal["waiting", "running", "preempted"]
+PageOwner = Literal["free", "cached", "session"]
+PageEvent = Literal["reused", "published", "evicted"]
 
 RPC_CODES: Final = ("OK", "CANCELLED", *BY_STATUS)
 STEP_BUCKETS_S: Final = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
@@ -106,6 +107,18 @@ class Metrics:
         self.sessions: dict[SessionState, Gauge] = {state: sessions.labels(state) for state in get_args(SessionState)}
         pages = Gauge("draftwood_kv_pages", "KV pages by owner", ["owner"], registry=self.registry)
         self.kv_pages: dict[PageOwner, Gauge] = {owner: pages.labels(owner) for owner in get_args(PageOwner)}
+        events = Counter("draftwood_kv_page_events", "What became of KV pages", ["event"], registry=self.registry)
+        self.kv_page_events: dict[PageEvent, Counter] = {event: events.labels(event) for event in get_args(PageEvent)}
+        self.kv_audit_failures = Counter(
+            "draftwood_kv_audit_failures", "Audits that found the KV page books wrong", registry=self.registry
+        )
+        self.preemptions = Counter(
+            "draftwood_preemptions", "Sessions that had to give up their KV pages", registry=self.registry
+        )
+        self.prompt_tokens = Counter("draftwood_prompt_tokens", "Tokens of the prompts served", registry=self.registry)
+        self.cached_prompt_tokens = Counter(
+            "draftwood_cached_prompt_tokens", "Of these, tokens whose KV pages were cached", registry=self.registry
+        )
         self.rpc: dict[tuple[str, str], Counter] = {}
 
     def add_methods(self, methods: Iterable[str]) -> None:

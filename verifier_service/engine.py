@@ -19,17 +19,22 @@ from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams
-from draftwood.telemetry import METRICS
+from draftwood.telemetry import METRICS, get_logger
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
+from verifier_service.kv import SessionPages
 from verifier_service.live_tree import Nodes
 from verifier_service.plan import Part, Planner
 from verifier_service.sampler import NONE_ALLOWED, TargetSampler, failure
 from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
 from verifier_service.width import GRID, StepTimes
 
+log = get_logger(__name__)
+
 FIRST_BUDGET = 16
 LEAST_BUDGET = 3
+AUDIT_STEPS = 4096
+"""Steps after which the page books are audited though the engine has not been idle; it takes milliseconds."""
 
 
 @dataclass(slots=True)
@@ -78,6 +83,7 @@ class Totals:
     accepted: int = 0
     stale: int = 0
     refused: int = 0  # growths and joins
+    preemptions: int = 0
     step_s: float = 0.0  # mean of the last steps
     width: float = 0.0  # nodes a session in the last step
 
@@ -95,13 +101,17 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``token_count`` real tokens; output rows beyond them are padding. Measures T(rows) if it is not given."""
+        assert runtime.pool.page_tokens == settings.page_tokens
         self.runtime = runtime
         self.settings = settings
         self.token_count = token_count
         self.clock = clock
         self.sessions: dict[str, Session] = {}
         self.waiting: deque[GenerateRequest] = deque()
+        self.preempted: deque[Session] = deque()  # in ``sessions`` too; resumed before anyone is admitted
         self.totals = Totals()
+        self._kv = SessionPages(runtime.pool, share=settings.prefix_cache)
+        self._unaudited = 0  # steps and releases since the last audit
         self.sampler = TargetSampler(runtime, token_count, 4 * settings.max_nodes)
         self.planner = Planner(
             settings, times or measure_step_times(runtime, settings.max_step_tokens, token_count, clock)
@@ -120,9 +130,7 @@ class Engine:
 
     def submit(self, request: GenerateRequest) -> Outcome:
         """Takes a checked request; raises ResourceExhausted when it can never fit or the queue is full."""
-        need, whole = self.runtime.pool.pages_for(self._capacity(request)), self.runtime.pool.total
-        if need > whole:
-            raise ResourceExhausted("KV_FULL", f"the request needs {need} KV pages, the cache has {whole} in all")
+        self._kv.check_fits(request)
         assert request.session_id not in self.sessions
         out = Outcome()
         self.waiting.append(request)
@@ -133,18 +141,22 @@ class Engine:
             raise ResourceExhausted("QUEUE_FULL", f"{limit} requests are waiting already", retry_after_ms=1000)
         return out
 
-    def _capacity(self, request: GenerateRequest) -> int:
-        return len(request.prompt) + request.ending.max_tokens + request.max_nodes + 1
+    @property
+    def running(self) -> list[Session]:
+        """Sessions that are not preempted, the one admitted first comes first."""
+        return [s for s in self.sessions.values() if s.running]
 
     def _admit(self, out: Outcome) -> None:
-        while self.waiting and len(self.sessions) < self.settings.max_sessions:
-            request = self.waiting[0]
-            capacity = self._capacity(request)
-            if self.runtime.pool.pages_for(capacity) > self.runtime.pool.free:
+        """Resumes preempted sessions, then admits waiting requests, each in order, while pages last."""
+        while self.preempted:
+            if not self._kv.place(self.preempted[0], len(self.sessions) - len(self.preempted)):
                 return
-            self.waiting.popleft()
-            pages = self.runtime.pool.take(capacity)
-            session = Session(request, pages, capacity, self.clock(), self.settings.max_live_nodes)
+            self.preempted.popleft()
+        while self.waiting and len(self.sessions) < self.settings.max_sessions:
+            session = Session(self.waiting[0], self.clock(), self.settings.max_live_nodes)
+            if not self._kv.place(session, len(self.sessions)):
+                return
+            request = self.waiting.popleft()
             self.sessions[request.session_id] = session
             out.admitted.append(request.session_id)
 
@@ -165,21 +177,24 @@ class Engine:
         out.ended.append(ended)
 
     def _fail(self, session: Session, error: DraftwoodError, out: Outcome) -> None:
-        self._release(session, out)
+        self._release(session, out, sound=False)
         out.failed.append((session.request.session_id, error))
 
-    def _release(self, session: Session, out: Outcome) -> None:
+    def _release(self, session: Session, out: Outcome, *, sound: bool = True) -> None:
         del self.sessions[session.request.session_id]
-        self.runtime.pool.give(session.pages)
+        if not session.running:
+            self.preempted.remove(session)
+        self._kv.release(session, sound=sound)
+        self._unaudited += 1
         for link, draft in session.drafts.items():
             self._links[link].sessions.pop(draft.handle, None)
             out.stops.setdefault(link, []).append(draft.handle)
         self._admit(out)
 
     def crash(self, error: Exception) -> Outcome:
-        """A step has raised: every running session fails, the engine goes on."""
+        """A step has raised: every running session fails, the engine goes on. What they have cached is forgotten."""
         out = Outcome()
-        for session in list(self.sessions.values()):
+        for session in self.running:
             self._fail(session, Internal("INTERNAL", f"a verify step failed ({type(error).__name__})"), out)
         self._last_step_s = None
         return out
@@ -209,7 +224,7 @@ class Engine:
         session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
         draft = session.drafts[link] = AttachedDraft(handle, known=len(session.tokens))
         self._links[link].sessions[handle] = session
-        self.planner.follow_load(len(self.sessions))
+        self.planner.follow_load(len(self.running))
         session.budget = self._budget(session, max(session.budget, FIRST_BUDGET))
         draft.asleep = session.budget == 0
         sampling = request.sampling
@@ -249,8 +264,10 @@ class Engine:
     # --- steps ---
 
     def due(self) -> float | None:
-        """Clock time at which the next step should run; None: nothing to do."""
-        return self.planner.due(self.clock(), list(self.sessions.values()), self._wait_limit)
+        """Clock time at which the next step should run; None: nothing to do, time for an audit."""
+        if not self.sessions and self._unaudited:
+            self.audit()
+        return self.planner.due(self.clock(), self.running, self._wait_limit)
 
     def _wait_limit(self, session: Session) -> float:
         """Longest wait for the session's drafts after its last commit, seconds."""
@@ -260,20 +277,33 @@ class Engine:
     def step(self) -> Outcome:
         """One forward and all that follows from it."""
         began = self.clock()
-        parts = self.planner.plan(began, list(self.sessions.values()), self._wait_limit)
+        for session in self._kv.make_room(self.running, self.planner.share):
+            self._set_aside(session)
+        parts = self.planner.plan(began, self.running, self._wait_limit)
         targets = self.sampler.step(parts)
         forward_s = self.clock() - began
         out = Outcome()
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
         self.runtime.move([move for move in moves if move])
+        for part in parts:
+            if part.session.running:
+                self._kv.publish(part.session)
         self._account(parts, out, began, forward_s)
         return out
+
+    def _set_aside(self, session: Session) -> None:
+        """Has a session that gave up its pages wait for others to end; then it computes anew what is not cached."""
+        self.preempted.appendleft(session)
+        session.stats.preemptions += 1
+        self.totals.preemptions += 1
+        METRICS.preemptions.inc()
 
     def _accept(
         self, part: Part, targets: Sequence[int], out: Outcome
     ) -> tuple[list[int], list[int], list[int]] | None:
         """Walks one session's tree, commits, and returns the KV moves that make the accepted path contiguous."""
         session, first = part.session, part.session.cached
+        assert session.pages is part.rows.pages and first == part.rows.context, "a verdict on another run's step"
         session.cached += len(part.rows.token) - (part.tree.size - 1)
         if not targets:  # a chunk of prefill that does not reach the anchor
             return None
@@ -353,13 +383,25 @@ class Engine:
         out.step_s, out.verified = now - began, nodes
         totals.step_s = now - began if not totals.step_s else 0.9 * totals.step_s + 0.1 * (now - began)
         totals.width = nodes / max(1, len(out.emitted))
+        self._unaudited += 1
+        if self._unaudited >= AUDIT_STEPS:
+            self.audit()
         steady = len(out.emitted) == len(parts) and len(parts) == self._sessions_before
         since = now - self._last_step_s if self._last_step_s is not None else now - began
         if steady:
             drafted = all(part.session.has_drafted for part in parts)
             self.planner.observe(rows, len(parts), tokens, forward_s, since, drafted=drafted)
         self._last_step_s = now if self.sessions else None
-        self._sessions_before = len(self.sessions)
+        self._sessions_before = len(self.sessions) - len(self.preempted)
+
+    def audit(self) -> list[str]:
+        """Holds the page books against the sessions; what is wrong is returned, logged and counted."""
+        self._unaudited = 0
+        problems = self._kv.audit(self.sessions.values())
+        if problems:
+            METRICS.kv_audit_failures.inc()
+            log.error("kv audit failed", count=len(problems), problems=problems[:8])
+        return problems
 
 
 def measure_step_times(

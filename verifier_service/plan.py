@@ -99,10 +99,14 @@ class Planner:
         left = self._settings.max_step_tokens - len(decoding)
         parts = self._decode_parts(decoding, left)
         left -= sum(part.tree.size - 1 for part in parts)
+        in_the_making: set[bytes] = set()
         for session in (s for s in ready if not s.decoding):
-            if left > 0:
+            # Whoever's next page another one completes in this step finds it published in the next.
+            if left > 0 and in_the_making.isdisjoint(session.keys[session.published :][:1]):
                 parts.append(_prefill_part(session, left))
                 left -= len(parts[-1].rows.token)
+                full = (session.cached + len(parts[-1].rows.token)) // self._settings.page_tokens
+                in_the_making.update(session.keys[session.published : full])
         return parts
 
     def follow_load(self, sessions: int) -> None:
@@ -154,7 +158,7 @@ class Planner:
         room = min(session.remaining - 1, self._settings.max_depth)
         shallow = np.nonzero(tt.depths(tree) <= max(0, room))[0]
         tree = tt.select(tree, shallow)
-        kept = tt.best(tree, min(self.share, session.request.max_nodes))
+        kept = tt.best(tree, min(self.share, session.request.max_nodes, session.node_room))
         tree = tt.select(tree, kept)
         reach = tt.log_survival(tree)
         reach[0] = np.inf

@@ -181,16 +181,20 @@ class VerifierServer:
     def _count(self, outcome: Outcome) -> None:
         assert self._loaded is not None
         engine = self._loaded.engine
-        METRICS.sessions["running"].set(len(engine.sessions))
+        METRICS.sessions["running"].set(len(engine.sessions) - len(engine.preempted))
+        METRICS.sessions["preempted"].set(len(engine.preempted))
         METRICS.sessions["waiting"].set(len(engine.waiting))
         METRICS.kv_pages["free"].set(engine.runtime.pool.free)
-        METRICS.kv_pages["session"].set(engine.runtime.pool.total - engine.runtime.pool.free)
+        METRICS.kv_pages["cached"].set(engine.runtime.pool.cached)
+        METRICS.kv_pages["session"].set(engine.runtime.pool.held)
         if outcome.step_s:
             METRICS.steps.inc()
             METRICS.step_seconds.observe(outcome.step_s)
             METRICS.nodes["verified"].inc(outcome.verified)
         METRICS.tokens.inc(sum(len(e.tokens) for e in outcome.emitted))
         METRICS.nodes["accepted"].inc(sum(e.accepted for e in outcome.emitted))
+        METRICS.prompt_tokens.inc(sum(e.prompt_tokens for e in outcome.ended))
+        METRICS.cached_prompt_tokens.inc(sum(e.stats.cached_prompt for e in outcome.ended))
 
     # --- VerifierService ---
 
@@ -309,8 +313,12 @@ class VerifierServer:
         )
         if self._loaded is not None:
             engine, totals = self._loaded.engine, self._loaded.engine.totals  # plain numbers: read without the thread
-            report.running, report.waiting = len(engine.sessions), len(engine.waiting)
-            report.free_pages, report.total_pages = engine.runtime.pool.free, engine.runtime.pool.total
+            pool = engine.runtime.pool
+            preempted = len(engine.preempted)
+            report.running, report.waiting = len(engine.sessions) - preempted, len(engine.waiting) + preempted
+            report.preempted, report.preemptions = preempted, totals.preemptions
+            report.free_pages, report.total_pages = pool.available, pool.total
+            report.cached_pages = pool.cached
             report.steps, report.tokens = totals.steps, totals.tokens
             report.nodes_verified, report.nodes_accepted = totals.verified, totals.accepted
             report.nodes_stale, report.growths_refused = totals.stale, totals.refused
@@ -359,6 +367,7 @@ def _finished(event: Ended) -> verifier_pb2.Finished:
         nodes_stale=event.stats.stale,
         first_token_s=event.stats.first_token_s,
         total_s=event.total_s,
+        cached_prompt_tokens=event.stats.cached_prompt,
     )
     finished = verifier_pb2.Finished(reason=REASONS[event.reason], usage=usage)
     if isinstance(event.stop, str):

@@ -1,7 +1,9 @@
 """One session: what has been committed, what is in the cache, which drafts serve it.
 
-Three lengths, one owner: ``committed`` tokens of the text, ``cached`` of them in the KV cache, and ``capacity`` tokens
-for which pages are held. ``cached < committed`` always: the anchor's key and value are written by the next step.
+Three lengths, one owner: ``committed`` tokens of the text, ``cached`` of them in the KV cache, and pages held for all
+of them and ``node_room`` more. ``cached < committed`` always: the anchor's key and value are written by the next step.
+
+A preempted session holds no pages and has nothing cached; its text, its drafts and their trees stay as they are.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class Stats:
     accepted: int = 0
     stale: int = 0
     first_token_s: float = 0.0
+    cached_prompt: int = 0  # tokens of the prompt that others had computed
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +99,15 @@ class Session:
     """Mutable state of one running request; only the engine touches it."""
 
     request: GenerateRequest
-    pages: list[int]
-    capacity: int
     admitted_s: float
     live_nodes: int
     tokens: list[int] = field(init=False)
     tree: LiveTree = field(init=False)
+    pages: list[int] = field(default_factory=list)
     cached: int = 0
+    keys: list[bytes] = field(default_factory=list)  # of the text's full pages
+    published: int = 0  # pages from the start that are published, or known by another page
+    node_room: int = 0  # nodes that the pages have room for in the next step
     drafts: dict[int, AttachedDraft] = field(default_factory=dict)  # by link
     committed_s: float = 0.0  # when the last commit went out
     budget: int = 0  # nodes asked of the drafts for this round
@@ -131,6 +137,11 @@ class Session:
     @property
     def decoding(self) -> bool:
         return self.pending == 1
+
+    @property
+    def running(self) -> bool:
+        """False while it is preempted."""
+        return bool(self.pages)
 
     @property
     def has_drafted(self) -> bool:

@@ -115,5 +115,5 @@ def serve(engine: Engine, requests: Sequence[GenerateRequest], drafters: Sequenc
                 drafters[link].close((link, handle))
     for link in range(len(drafters)):
         engine.close_link(link)
-    assert engine.runtime.pool.free == engine.runtime.pool.total
+    assert engine.runtime.pool.held == 0 and not engine.audit()
     return out

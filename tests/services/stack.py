@@ -154,12 +154,7 @@ class Cluster:
         """Pages, sessions and queues are as they were before the first request."""
         engine = self.engine
         await until(
-            lambda: (
-                not engine.sessions
-                and not engine.waiting
-                and engine.runtime.pool.free == engine.runtime.pool.total
-                and not self.attached
-            ),
+            lambda: not engine.sessions and not engine.waiting and engine.runtime.pool.held == 0 and not self.attached,
             timeout_s,
             f"idle: {len(engine.sessions)} sessions, {len(engine.waiting)} waiting, {self.attached} attached",
         )

@@ -46,7 +46,7 @@ GREEDY: dict[str, Any] = {"ignore_eos": True}
 
 
 async def test_requests_wait_for_pages_and_finish_in_order(stack: Stack) -> None:
-    """12 pages of 16 tokens; each request needs 4, so three run and the others wait."""
+    """12 pages of 16 tokens; each request starts with one and grows to 3 or 4, so some run and the others wait."""
     cluster = await stack.cluster(kv_pages=12, max_step_tokens=64)
     options = {"max_tokens": 40, **SAMPLED}
     want = await cluster.plain("The sky is", **options)
@@ -60,7 +60,7 @@ async def test_requests_wait_for_pages_and_finish_in_order(stack: Stack) -> None
     slow_down(cluster.verifier, 0.01)
     work = asyncio.gather(*(one(k) for k in range(9)))
     running, waiting, admitted = await watched(work, cluster)
-    assert running == 3 and waiting >= 4
+    assert 3 <= running <= 6 and waiting >= 2
     assert admitted == work.result()
     await cluster.is_idle()
 

@@ -205,7 +205,7 @@ def run(
             ended += 1
         for draft in drafts:
             draft.hear(engine, outcome)
-    assert engine.runtime.pool.free == engine.runtime.pool.total and not engine.sessions
+    assert engine.runtime.pool.held == 0 and not engine.sessions and not engine.audit()
     return got
 
 
