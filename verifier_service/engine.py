@@ -23,13 +23,10 @@ from draftwood.telemetry import METRICS
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.live_tree import Nodes
-from verifier_service.plan import Part, Planner
+from verifier_service.plan import FIRST_BUDGET, Part, Planner
 from verifier_service.sampler import TargetSampler
 from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
 from verifier_service.width import GRID, StepTimes
-
-FIRST_BUDGET = 16
-LEAST_BUDGET = 3
 
 
 @dataclass(slots=True)
@@ -108,8 +105,6 @@ class Engine:
         )
         self._links: dict[int, Link] = {}
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
-        self._last_step_s: float | None = None
-        self._sessions_before = 0
 
     # --- requests ---
 
@@ -182,7 +177,7 @@ class Engine:
         out = Outcome()
         for session in list(self.sessions.values()):
             self._fail(session, Internal("INTERNAL", f"a verify step failed ({type(error).__name__})"), out)
-        self._last_step_s = None
+        self.planner.paused()
         return out
 
     # --- drafts ---
@@ -210,8 +205,8 @@ class Engine:
         session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
         draft = session.drafts[link] = AttachedDraft(handle, known=len(session.tokens))
         self._links[link].sessions[handle] = session
-        self.planner.follow_load(len(self.sessions))
-        session.budget = self._budget(session, max(session.budget, FIRST_BUDGET))
+        self.planner.share_among(self.sessions.values())
+        session.budget = self.planner.budget(session, max(session.budget, FIRST_BUDGET))
         draft.asleep = session.budget == 0
         sampling = request.sampling
         return StartInfo(
@@ -311,8 +306,7 @@ class Engine:
         session.tree.learn(part.kept, live_path)
         ids = {link: session.tree.node_ids(link, live_path) for link in session.drafts}
         session.tree.commit(tokens)
-        wanted = 0.7 * session.budget + 0.3 * part.wanted if session.budget else FIRST_BUDGET
-        session.budget = self._budget(session, wanted)
+        session.budget = self.planner.next_budget(part)
         session.committed_s = self.clock()
         for link, draft in session.drafts.items():
             if session.budget or not draft.asleep:
@@ -328,11 +322,6 @@ class Engine:
         draft.known, draft.asleep = length, session.budget == 0
         return SessionCommit(draft.handle, session.tree.epoch, length, told, ids, session.budget)
 
-    def _budget(self, session: Session, wanted: float) -> int:
-        if session.remaining <= 1 or not self.planner.speculating:
-            return 0
-        return min(session.request.max_nodes, self.planner.share, max(LEAST_BUDGET, round(wanted)))
-
     def _account(self, parts: Sequence[Part], out: Outcome, began: float, forward_s: float) -> None:
         now = self.clock()
         rows = sum(len(part.rows.token) for part in parts)
@@ -346,13 +335,7 @@ class Engine:
         out.step_s, out.verified = now - began, nodes
         totals.step_s = now - began if not totals.step_s else 0.9 * totals.step_s + 0.1 * (now - began)
         totals.width = nodes / max(1, len(out.emitted))
-        steady = len(out.emitted) == len(parts) and len(parts) == self._sessions_before
-        since = now - self._last_step_s if self._last_step_s is not None else now - began
-        if steady:
-            drafted = all(part.session.has_drafted for part in parts)
-            self.planner.observe(rows, len(parts), tokens, forward_s, since, drafted=drafted)
-        self._last_step_s = now if self.sessions else None
-        self._sessions_before = len(self.sessions)
+        self.planner.finished(parts, tokens, len(self.sessions), forward_s, began, now)
 
 
 def measure_step_times(

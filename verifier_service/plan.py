@@ -1,8 +1,13 @@
-"""Which sessions step when, and with which rows."""
+"""Which sessions step when, and with which rows. Pure: clock times, counts and trees come in, parts of a step go out.
+
+regime   load level and whether drafts are in use; held for ``DWELL_STEPS`` steps at least.
+share    nodes that one session may have verified in a step.
+budget   nodes that drafts are asked for next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +17,9 @@ from draftwood import tree as tt
 from draftwood.config import VerifierSettings
 from draftwood.runtime.batch import Rows
 from draftwood.tree import BoolArray, IndexArray, TokenTree
+from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split
 from verifier_service.session import Session
-from verifier_service.width import SpeculationGate, StepTimes, admit
+from verifier_service.width import DWELL_STEPS, Policy, SpeculationGate, StepTimes, admit
 
 PROBE_STEPS = 32
 """Steps without a node, though there were some to verify, after which one step takes them all to measure it anew."""
@@ -26,6 +32,9 @@ LOAD_BAND = 1.7
 
 LONGEST_STEP_S = 2.0
 """A longer time between two steps was a pause, not a step."""
+
+FIRST_BUDGET = 16
+LEAST_BUDGET = 3
 
 WaitLimit = Callable[[Session], float]
 
@@ -44,6 +53,11 @@ class Part:
     kept: IndexArray
     wanted: int
 
+    @property
+    def decodes(self) -> bool:
+        """One committed token and nodes; else a chunk of prefill."""
+        return len(self.rows.token) == self.tree.size
+
 
 class Planner:
     """Decides when to step, who is in it, and how wide."""
@@ -51,13 +65,22 @@ class Planner:
     def __init__(self, settings: VerifierSettings, times: StepTimes) -> None:
         self._settings = settings
         self.times = times
+        self.policy = Policy()
+        self._prefill_cost = PrefillCost()
         self._gates: dict[int, SpeculationGate] = {}  # by load level
         self._load = 1
         self._load_sessions = 1
+        self._steps_in_regime = DWELL_STEPS
         self._running = 0
+        self._weights = 0
+        self._turn = 0
         self._gathering_since: float | None = None
         self._narrow_steps = 0
         self._since_plain = 0
+        self._last_step_s: float | None = None
+        self._sessions_before = 0
+
+    # --- regime ---
 
     @property
     def gate(self) -> SpeculationGate:
@@ -65,76 +88,125 @@ class Planner:
         return self._gates.setdefault(self._load, SpeculationGate())
 
     @property
-    def share(self) -> int:
-        """Nodes that one session may have verified in a step."""
-        most = self._settings.max_nodes
-        return (
-            min(most, self._settings.max_step_nodes // max(1, self._running)) if self._settings.max_step_nodes else most
-        )
+    def regime(self) -> tuple[int, bool]:
+        """Load level, and whether drafts are in use."""
+        return self._load, self.gate.open
 
-    @property
-    def speculating(self) -> bool:
-        return self.share > 0 and (self._settings.width == "full" or self.gate.open)
+    def share_among(self, sessions: Iterable[Session]) -> None:
+        """Notes who is running, to share a step's nodes among them."""
+        self._weights = sum(s.request.weight for s in sessions)
+
+    def share(self, session: Session) -> int:
+        """Nodes that one session may have verified in a step."""
+        most = self.policy.session_nodes(min(self._settings.max_nodes, session.request.max_nodes))
+        whole = self.policy.step_nodes(self._settings.max_step_nodes)
+        return most if whole is None else min(most, whole * session.request.weight // max(1, self._weights))
+
+    def _follow_load(self, sessions: Sequence[Session]) -> None:
+        """The load level moves when the number of sessions has changed a good deal and the regime was held a while."""
+        self.share_among(sessions)
+        self._running = len(sessions)
+        count = max(1, self._running)
+        self._steps_in_regime += 1
+        if self._load_sessions / LOAD_BAND <= count <= self._load_sessions * LOAD_BAND:
+            return
+        if self._steps_in_regime >= DWELL_STEPS:
+            self._load_sessions = count
+            if count.bit_length() != self._load:
+                self._load, self._steps_in_regime = count.bit_length(), 0
+
+    # --- when ---
 
     def due(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> float | None:
-        """Clock time of the next step: now if all are ready; a ready one waits for others half a step at most."""
+        """Clock time of the next step: now if all are ready; a ready one waits for others half a step at most.
+
+        Prefill goes along with decoding sessions and has no step of its own while there are some.
+        """
         if not sessions:
             self._gathering_since = None
             return None
-        deadlines = [s.committed_s + wait_limit(s) for s in sessions if s.decoding and s.awaited()]
+        decoding = [s for s in sessions if s.decoding]
+        deadlines = [s.committed_s + wait_limit(s) for s in decoding if s.awaited()]
         if not deadlines:
             return now
-        if len(deadlines) == len(sessions):
+        if len(deadlines) == len(decoding):
             return min(deadlines)
         self._gathering_since = now if self._gathering_since is None else self._gathering_since
         gather_s = 0.5 * float(self.times(np.array([len(sessions)]), self._load)[0])
         return min(*deadlines, self._gathering_since + gather_s)
 
-    def plan(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> list[Part]:
-        """The parts of the step that runs now; decoding sessions first, then prefill while rows are left."""
-        self._gathering_since = None
-        ready = [s for s in sessions if not s.decoding or not s.awaited() or now >= s.committed_s + wait_limit(s)]
-        decoding = [s for s in ready if s.decoding][: self._settings.max_step_tokens]
-        self.follow_load(len(sessions))
-        left = self._settings.max_step_tokens - len(decoding)
-        parts = self._decode_parts(decoding, left)
-        left -= sum(part.tree.size - 1 for part in parts)
-        for session in (s for s in ready if not s.decoding):
-            if left > 0:
-                parts.append(_prefill_part(session, left))
-                left -= len(parts[-1].rows.token)
-        return parts
+    # --- who ---
 
-    def follow_load(self, sessions: int) -> None:
-        """Notes the load; its level moves only when the number of sessions has changed a good deal."""
-        self._running = sessions
-        if not self._load_sessions / LOAD_BAND <= max(1, sessions) <= self._load_sessions * LOAD_BAND:
-            self._load_sessions = max(1, sessions)
-            self._load = self._load_sessions.bit_length()
+    def plan(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> list[Part]:
+        """The parts of the step that runs now: decoding sessions first, then prefill as far as it delays them little.
+
+        Where rows are scarce, who has waited longest goes first.
+        """
+        self._gathering_since = None
+        self._turn += 1
+        self._follow_load(sessions)
+        ready = [s for s in sessions if not s.decoding or not s.awaited() or now >= s.committed_s + wait_limit(s)]
+        ready.sort(key=lambda s: s.stepped_s)
+        prefilling = [s for s in ready if not s.decoding]
+        most = self._settings.max_step_tokens
+        kept_for_prefill = min(LEAST_CHUNK, most // 2, sum(s.pending for s in prefilling))
+        decoding = [s for s in ready if s.decoding][: most - kept_for_prefill]
+        parts = self._decode_parts(decoding, most - kept_for_prefill - len(decoding))
+        if prefilling:
+            rows = sum(len(part.rows.token) for part in parts)
+            others = max(rows, sum(s.decoding for s in sessions))
+            parts += self._prefill_parts(prefilling, others, most - rows)
+        for part in parts:
+            part.session.stepped_s = now
+        return parts
 
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
         candidates = [self._candidates(s) for s in sessions]
-        reach = [r[1:] for _, _, r in candidates]
-        lowest = self._lowest_admitted(reach)
+        lowest = self._lowest_admitted([r[1:] for _, _, r in candidates])
+        keeps = [np.nonzero(log_reach >= lowest)[0] for _, _, log_reach in candidates]
+        nodes = [len(keep) - 1 for keep in keeps]
+        if sum(nodes) > spare_rows:
+            nodes = fair_split(nodes, spare_rows, self._turn)
+            keeps = [tt.best(tree, n) for (tree, _, _), n in zip(candidates, nodes, strict=True)]
         parts = []
-        for session, (tree, kept, log_reach) in zip(sessions, candidates, strict=True):
-            keep = np.nonzero(log_reach >= lowest)[0][: spare_rows + 1]
-            spare_rows -= len(keep) - 1
+        for session, keep, (tree, kept, _) in zip(sessions, keeps, candidates, strict=True):
             wanted = 1 + len(keep) * 4 // 3 if len(keep) < tree.size else 2 + 2 * tree.size
             parts.append(_decode_part(session, tt.select(tree, keep), kept[keep], wanted))
         return parts
 
+    def _prefill_parts(self, sessions: Sequence[Session], decode_rows: int, most_rows: int) -> list[Part]:
+        """A chunk that delays the decoding sessions little, shared evenly; no part of a chunk is tiny."""
+        if decode_rows:
+            curve = self.times(decode_rows + np.arange(most_rows + 1), self._load)
+            most_rows = self._prefill_cost.chunk(curve)
+        sessions = sessions[: max(1, most_rows // LEAST_CHUNK)]
+        counts = fair_split([s.pending for s in sessions], most_rows, self._turn)
+        return [_prefill_part(s, count) for s, count in zip(sessions, counts, strict=True) if count]
+
+    # --- how wide ---
+
+    def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, NDArray[np.float64]]:
+        """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
+        tree = session.tree.tree()
+        room = min(session.remaining - 1, self._settings.max_depth)
+        shallow = np.nonzero(tt.depths(tree) <= max(0, room))[0]
+        tree = tt.select(tree, shallow)
+        kept = tt.best(tree, self.share(session))
+        tree = tt.select(tree, kept)
+        reach = tt.log_survival(tree)
+        reach[0] = np.inf
+        return tree, shallow[kept], reach
+
     def _lowest_admitted(self, log_reach: Sequence[NDArray[np.float64]]) -> float:
         """Log survival from which on nodes are verified in this step."""
-        if not self.share:
-            return np.inf
+        nodes = sum(map(len, log_reach))
         if self._settings.width == "full":
             return -np.inf
-        if not self.gate.open or self._baseline_is_due():
+        if not nodes or not self.gate.open or self._baseline_is_due():
             return np.inf
-        rows = len(log_reach) + np.arange(1 + sum(map(len, log_reach)))
+        rows = len(log_reach) + np.arange(1 + nodes)
         lowest = admit(log_reach, self.times(rows, self._load), self.gate.overhead_s)
-        self._narrow_steps = self._narrow_steps + any(map(len, log_reach)) if lowest == np.inf else 0
+        self._narrow_steps = self._narrow_steps + 1 if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
             return lowest
         self._narrow_steps = 0
@@ -148,29 +220,52 @@ class Planner:
             return True
         return False
 
-    def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, np.ndarray]:
-        """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
-        tree = session.tree.tree()
-        room = min(session.remaining - 1, self._settings.max_depth)
-        shallow = np.nonzero(tt.depths(tree) <= max(0, room))[0]
-        tree = tt.select(tree, shallow)
-        kept = tt.best(tree, min(self.share, session.request.max_nodes))
-        tree = tt.select(tree, kept)
-        reach = tt.log_survival(tree)
-        reach[0] = np.inf
-        return tree, shallow[kept], reach
+    def budget(self, session: Session, wanted: float) -> int:
+        """Nodes to ask the session's drafts for, given what it could use; 0: none for now."""
+        if session.remaining <= 1 or not (self._settings.width == "full" or self.gate.open):
+            return 0
+        return min(self.share(session), max(LEAST_BUDGET, round(wanted)))
 
-    def observe(
-        self, rows: int, sessions: int, tokens: int, forward_s: float, since_last_s: float, *, drafted: bool
+    def next_budget(self, part: Part) -> int:
+        """The session's budget behind a step, smoothed."""
+        old = part.session.budget
+        return self.budget(part.session, 0.7 * old + 0.3 * part.wanted if old else FIRST_BUDGET)
+
+    # --- what came of it ---
+
+    def finished(
+        self, parts: Sequence[Part], tokens: int, sessions_left: int, forward_s: float, began: float, now: float
     ) -> None:
-        """Learns from a step in which every session decoded: its time and, if drafts served it, whether they paid."""
-        plain = rows == sessions
+        """Learns from a step that began and ended then, wrote ``tokens`` and leaves ``sessions_left`` running.
+
+        Of a step in which every session decoded: its time and, if drafts served it, whether they paid.
+        """
+        rows = sum(len(part.rows.token) for part in parts)
+        decode_rows = sum(part.tree.size for part in parts if part.decodes)
+        since_last_s = now - self._last_step_s if self._last_step_s is not None else now - began
+        if decode_rows < rows:
+            if decode_rows:
+                self._prefill_cost.observe(*self.times(np.array([decode_rows, rows]), self._load), forward_s)
+        elif self._running == self._sessions_before:
+            self._learn(parts, rows, tokens, forward_s, since_last_s)
+        self._last_step_s = now if sessions_left else None
+        self._sessions_before = sessions_left
+
+    def _learn(self, parts: Sequence[Part], rows: int, tokens: int, forward_s: float, since_last_s: float) -> None:
+        plain = rows == len(parts)
         self.times.observe(rows, forward_s, self._load, plain=plain)
-        if drafted and since_last_s < LONGEST_STEP_S:
-            plain_s = self.times.plain(sessions, self._load)
-            if not plain:
-                plain_s *= self.times.drift(rows, forward_s, self._load)
-            self.gate.record(tokens, since_last_s, forward_s, sessions / plain_s)
+        if self.gate.open and (since_last_s >= LONGEST_STEP_S or not all(p.session.has_drafted for p in parts)):
+            return
+        plain_s = self.times.plain(self._running, self._load)
+        if not plain:
+            plain_s *= self.times.drift(rows, forward_s, self._load)
+        held = self._steps_in_regime < DWELL_STEPS
+        if self.gate.record(tokens, since_last_s, forward_s, self._running / plain_s, held=held):
+            self._steps_in_regime = 0
+
+    def paused(self) -> None:
+        """The time until the next step is not that step's."""
+        self._last_step_s = None
 
 
 def _decode_part(session: Session, tree: TokenTree, kept: IndexArray, wanted: int) -> Part:
@@ -179,8 +274,7 @@ def _decode_part(session: Session, tree: TokenTree, kept: IndexArray, wanted: in
     return Part(session, rows, tree, kept, wanted)
 
 
-def _prefill_part(session: Session, most_rows: int) -> Part:
-    count = min(session.pending, most_rows)
+def _prefill_part(session: Session, count: int) -> Part:
     at = np.arange(session.cached, session.cached + count, dtype=np.int32)
     token = np.array(session.tokens[session.cached : session.cached + count], np.int32)
     visible: BoolArray = np.tri(count, dtype=np.bool_)

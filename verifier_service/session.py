@@ -13,6 +13,7 @@ from draftwood.sampling import SamplingParams
 from verifier_service.live_tree import LiveTree
 
 MISSES_UNTIL_LAGGING = 3
+URGENT_WEIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,12 @@ class GenerateRequest:
     sampling: SamplingParams
     ending: Ending  # max_tokens counts the resumed ones
     max_nodes: int
+    deadline_ms: int = 0  # from its arrival; 0: none
+
+    @property
+    def weight(self) -> int:
+        """Parts of a step's nodes, where they are shared."""
+        return URGENT_WEIGHT if self.deadline_ms else 1
 
 
 @dataclass(slots=True)
@@ -88,13 +95,14 @@ class Session:
     cached: int = 0
     drafts: dict[int, AttachedDraft] = field(default_factory=dict)  # by link
     committed_s: float = 0.0  # when the last commit went out
+    stepped_s: float = 0.0  # when the last step that it was in began
     budget: int = 0  # nodes asked of the drafts for this round
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resume]
         self.tree = LiveTree(self.tokens, self.live_nodes)
-        self.committed_s = self.admitted_s
+        self.committed_s = self.stepped_s = self.admitted_s
 
     @property
     def generated(self) -> int:

@@ -20,7 +20,27 @@ from numpy.typing import NDArray
 SLOW = 0.02
 """Weight of one step in the usual time of steps with nodes, once there are many."""
 
+DWELL_STEPS = 16
+"""Steps for which the regime (load level, drafts on or off) is held at least."""
+
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Caps that the router sets on top of the verifier's own settings; None: no cap, 0: plain decoding."""
+
+    max_session_nodes: int | None = None
+    max_step_nodes: int | None = None
+
+    def session_nodes(self, own: int) -> int:
+        """Most nodes of one session in a step, ``own`` being the verifier's limit."""
+        return own if self.max_session_nodes is None else min(own, self.max_session_nodes)
+
+    def step_nodes(self, own: int) -> int | None:
+        """Most nodes of a step, ``own`` being the verifier's limit (0: none); None: no limit."""
+        caps = [cap for cap in (own or None, self.max_step_nodes) if cap is not None]
+        return min(caps, default=None)
 
 
 class StepTimes:
@@ -132,21 +152,28 @@ class SpeculationGate:
         """Tokens of recent steps with drafts over what plain decoding would have given in the same time."""
         return self._tokens / self._plain if self._plain else 1.0
 
-    def record(self, tokens: int, seconds: float, forward_s: float, plain_rate: float) -> None:
-        """One finished step: tokens committed, seconds since the step before it, tokens/s of plain decoding."""
+    def record(
+        self, tokens: int, seconds: float, forward_s: float, plain_rate: float, *, held: bool = False
+    ) -> bool:
+        """One finished step: tokens committed, seconds since the step before it, tokens/s of plain decoding.
+
+        Returns whether drafts have been switched on or off by it; never while ``held``.
+        """
         if not self.open:
-            self._hold -= 1
-            return
+            self._hold = max(self._hold - 1, int(held))
+            return self.open
         if self._settled < self.settling_steps:
             self._settled += 1
-            return
+            return False
         self.overhead_s += 0.1 * (max(0.0, seconds - forward_s) - self.overhead_s)
         keep = 1 - 1 / self.trial_steps
         self._tokens = self._tokens * keep + tokens
         self._plain = self._plain * keep + seconds * plain_rate
         self._steps += 1
-        if self._steps >= self.trial_steps and self.advantage < self.worth:
+        if self._steps >= self.trial_steps and self.advantage < self.worth and not held:
             self._dwell = min(self.longest_dwell, max(self.first_dwell, 2 * self._dwell))
             self._hold, self._steps, self._settled, self._tokens, self._plain = self._dwell, 0, 0, 0.0, 0.0
-        elif self._steps >= 8 * self.trial_steps:
+            return True
+        if self._steps >= 8 * self.trial_steps:
             self._dwell = 0
+        return False

@@ -1,0 +1,341 @@
+"""When and how wide the verifier steps, simulated: the real planner against the best fixed width, on 200 loads.
+
+A virtual clock, a device whose steps take T(rows) as measured on real machines (with noise), drafts that answer after a
+turn-round, and clients whose number changes by a script. Everything that decides is the service's own:
+``verifier_service.plan.Planner`` with its sessions and gates; only device, drafts and clients are made up.
+
+    python benchmarks/serving/width_sim.py            # 200 scenarios, about 5 minutes on two cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from results import Check, write
+
+from draftwood.acceptance import Ending
+from draftwood.config import VerifierSettings
+from draftwood.sampling import SamplingParams
+from draftwood.tree import FloatArray, IntArray, TokenTree
+from verifier_service.calibration import Calibration
+from verifier_service.plan import FIRST_BUDGET, Part, Planner
+from verifier_service.session import AttachedDraft, GenerateRequest, Session
+from verifier_service.width import StepTimes
+
+DRAFT_WAIT_MS = 150.0
+TREES = 200
+"""Trees drawn beforehand for each draft model; a round takes one of them, cut to its budget."""
+MOST_NODES = 16
+FIXED_WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+Mode = Literal["adaptive"] | int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A verifier's step time over rows, as measured, and the turn-round of its drafts."""
+
+    name: str
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    round_s: float  # of a round for one session
+    round_session_s: float  # for each further session that is drawn for at that time
+    noise: float = 0.03
+
+    def step_s(self, rows: int) -> float:
+        return float(StepTimes(self.rows, self.seconds)(np.array([rows]), 0)[0])
+
+
+MACHINES = (
+    # SmolLM2-135M in float32 on two cores; the drafts run on the same ones.
+    Machine("cpu", (1, 8, 16, 32), (0.034, 0.037, 0.046, 0.074), 0.004, 0.0006),
+    # An 8B shape in bfloat16 on an H200 (benchmarks/results/step.json, wall_ms), drafts on another machine.
+    Machine("gpu", (1, 16, 64, 256), (0.00510, 0.00546, 0.00611, 0.00947), 0.0022, 0.00002),
+    # The same, so that drafts pay for three sessions and not for five: rows are dear beyond four.
+    Machine("threshold", (1, 2, 4, 8, 16, 32), (0.020, 0.021, 0.022, 0.038, 0.070, 0.134), 0.002, 0.0003),
+)
+
+
+class DraftModel:
+    """Random trees with true and claimed edge probabilities; nodes are in the order of a best-first search."""
+
+    def __init__(self, quality: float, seed: int) -> None:
+        self.quality = quality
+        self._random = np.random.default_rng(seed)
+        self._trees = [self._draw() for _ in range(TREES)]
+
+    def _draw(self) -> Drawn:
+        parent, truth, claimed, reach = [-1], [1.0], [0.0], [0.0]
+        open_nodes = self._children(0, 0.0)
+        while len(parent) <= MOST_NODES:
+            best = max(open_nodes, key=lambda child: child.log_reach)
+            open_nodes.remove(best)
+            parent.append(best.parent)
+            truth.append(best.truth)
+            claimed.append(best.log_reach - reach[best.parent])
+            reach.append(best.log_reach)
+            open_nodes += self._children(len(parent) - 1, best.log_reach)
+        return Drawn(np.array(parent, np.int32), np.array(truth), np.array(claimed, np.float32))
+
+    def _children(self, node: int, log_reach: float) -> list[_Child]:
+        """Three, of which the first has ``quality`` of the mass in the mean; what is claimed is off, and on average high."""
+        left, out = 1.0, []
+        for share in (self._random.beta(6 * self.quality, 6 * (1 - self.quality)), 0.45, 0.4):
+            truth = max(0.002, left * float(share))
+            left -= truth
+            claimed = float(np.clip(truth * np.exp(self._random.normal(0.1, 0.35)), 0.001, 0.99))
+            out.append(_Child(node, truth, log_reach + float(np.log(claimed))))
+        return out
+
+    def round(self, nodes: int) -> Drawn:
+        drawn = self._trees[int(self._random.integers(TREES))]
+        return Drawn(drawn.parent[: nodes + 1], drawn.truth[: nodes + 1], drawn.claimed[: nodes + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A round's tree; [nodes + 1] each, the anchor first."""
+
+    parent: IntArray
+    truth: NDArray[np.float64]  # probability that the target takes the node, given its parent
+    claimed: FloatArray  # the draft's log of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    parent: int
+    truth: float
+    log_reach: float
+
+
+class SimulatedTree:
+    """Stands in for ``LiveTree``: what the draft's last round has brought, with calibrated scores."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.epoch = 0
+        self._calibration = calibration
+        self.clear()
+
+    def clear(self) -> None:
+        self.drawn: Drawn | None = None
+        self._tree = TokenTree.root(0)
+
+    def grow(self, drawn: Drawn) -> None:
+        score = self._calibration.apply(drawn.claimed)
+        score[0] = 0.0
+        self.drawn, self._tree = drawn, TokenTree(drawn.parent, np.arange(len(score), dtype=np.int32), score)
+
+    def tree(self) -> TokenTree:
+        return self._tree
+
+    def walk(self, kept: NDArray[np.int64], random: np.random.Generator) -> int:
+        """Nodes accepted of those verified; the calibration learns from the outcome."""
+        if self.drawn is None or len(kept) == 1:
+            return 0
+        at, accepted, nodes = 0, 0, kept.tolist()
+        reached, taken = [], []
+        while children := [n for n in nodes if n and self.drawn.parent[n] == at]:
+            edges = np.cumsum(self.drawn.truth[children])
+            place = int(np.searchsorted(edges, random.random()))
+            reached += children
+            taken += [k == place for k in range(len(children))]
+            if place == len(children):
+                break
+            at, accepted = children[place], accepted + 1
+        self._calibration.observe(self.drawn.claimed[reached], np.array(taken))
+        return accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Clients over time: ``clients[k]`` of them from ``k * slice_s`` on."""
+
+    name: str
+    machine: Machine
+    quality: float
+    clients: tuple[int, ...]
+    seed: int
+
+    @property
+    def slice_s(self) -> float:
+        """About as long as ten plain steps."""
+        return 10 * self.machine.step_s(1)
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run gave."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    busy_s: float = 0.0
+    gather_s: float = 0.0  # the device stood still though some session was ready
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    began_s: float
+    seconds: float
+    clients: int
+    sessions: int
+    nodes: int
+    prefill: int
+    tokens: int
+    regime: tuple[int, bool]
+
+
+class Simulation:
+    """One scenario under one mode: "adaptive", or so many nodes of every session whatever the load."""
+
+    def __init__(self, scenario: Scenario, mode: Mode, planner: type[Planner] = Planner) -> None:
+        self.scenario, self.machine, self.mode = scenario, scenario.machine, mode
+        self._random = np.random.default_rng(scenario.seed)
+        self._drafts = DraftModel(scenario.quality, scenario.seed + 1)
+        self._calibration = Calibration()
+        self.planner = planner(
+            VerifierSettings(
+                width="adaptive" if mode == "adaptive" else "full", max_nodes=MOST_NODES, draft_wait_ms=DRAFT_WAIT_MS
+            ),
+            self._measured(),
+        )
+        self._nodes = MOST_NODES if mode == "adaptive" else mode
+        self.now = 0.0
+        self.sessions: list[Session] = []
+        self._rounds: list[tuple[float, Session, int, int]] = []  # done at, for whom, epoch, nodes
+        self._usual_round_s = 0.15
+        self._count = 0
+        self.result = Result()
+
+    def _measured(self) -> StepTimes:
+        """The grid as a verifier measures it at start: off by a common factor, and by a little at each point."""
+        error = 0.9 * self._random.normal(1, 0.02, len(self.machine.rows))
+        return StepTimes(self.machine.rows, np.array(self.machine.seconds) * error)
+
+    def run(self) -> Result:
+        end_s = len(self.scenario.clients) * self.scenario.slice_s
+        while self.now < end_s:
+            self._follow_clients()
+            due = self.planner.due(self.now, self.sessions, self._wait_limit)
+            next_round = min((done for done, *_ in self._rounds), default=np.inf)
+            if due is None or (due > self.now and next_round < due):
+                self._pass_until(min(next_round, end_s) if due is None else next_round)
+                continue
+            self._pass_until(max(due, self.now))
+            self._step()
+        self.result.seconds = self.now
+        return self.result
+
+    # --- clients and drafts ---
+
+    def _follow_clients(self) -> None:
+        clients = self._clients()
+        for session in self.sessions[clients:]:
+            self._leave(session)
+        while len(self.sessions) < clients:
+            self._count += 1
+            prompt = tuple(range(int(self._random.integers(16, 96))))
+            ending = Ending(frozenset(), int(self._random.integers(48, 192)))
+            request = GenerateRequest(f"s{self._count}", b"t", prompt, (), SamplingParams(), ending, self._nodes)
+            session = Session(request, [0], len(prompt) + ending.max_tokens, self.now, 1)
+            session.tree = SimulatedTree(self._calibration)  # type: ignore[assignment]
+            session.drafts[0] = AttachedDraft(1)
+            self.sessions.append(session)
+            self.planner.share_among(self.sessions)
+            session.budget = self.planner.budget(session, FIRST_BUDGET)
+            self._draw(session)
+
+    def _clients(self) -> int:
+        return self.scenario.clients[min(int(self.now / self.scenario.slice_s), len(self.scenario.clients) - 1)]
+
+    def _leave(self, session: Session) -> None:
+        self.sessions.remove(session)
+        self._rounds = [r for r in self._rounds if r[1] is not session]
+
+    def _draw(self, session: Session) -> None:
+        """The draft begins a round for the session; one that had slept has to catch up first."""
+        draft = session.drafts[0]
+        if session.budget:
+            took = self.machine.round_s * (2 if draft.asleep else 1) + self.machine.round_session_s * len(self._rounds)
+            took *= float(self._random.lognormal(0, 0.2))
+            self._rounds.append((self.now + took, session, session.tree.epoch, session.budget))
+        draft.asleep = session.budget == 0
+
+    def _pass_until(self, time_s: float) -> None:
+        if any(self._ready(s) for s in self.sessions):
+            self.result.gather_s += time_s - self.now
+        self.now = time_s
+        self._finish_rounds()
+
+    def _ready(self, session: Session) -> bool:
+        return not session.decoding or not session.awaited()
+
+    def _finish_rounds(self) -> None:
+        done = [r for r in self._rounds if r[0] <= self.now]
+        self._rounds = [r for r in self._rounds if r[0] > self.now]
+        for done_s, session, epoch, nodes in done:
+            if epoch == session.tree.epoch:
+                session.tree.grow(self._drafts.round(nodes))  # type: ignore[call-arg, arg-type]
+                session.drafts[0].complete_epoch, session.drafts[0].misses = epoch, 0
+                self._usual_round_s += 0.2 * (done_s - session.committed_s - self._usual_round_s)
+
+    def _wait_limit(self, session: Session) -> float:
+        return min(DRAFT_WAIT_MS / 1e3, max(0.01, 3 * self._usual_round_s))
+
+    # --- the device ---
+
+    def _step(self) -> None:
+        began = self.now
+        parts = self.planner.plan(began, self.sessions, self._wait_limit)
+        rows = sum(len(part.rows.token) for part in parts)
+        seconds = self.machine.step_s(rows) * float(self._random.lognormal(0, self.machine.noise))
+        self.now += seconds
+        self._finish_rounds()
+        tokens = sum(self._accept(part) for part in parts)
+        nodes = sum(part.tree.size - 1 for part in parts)
+        decoding = sum(part.decodes for part in parts)
+        regime = self.planner.regime
+        self.result.steps.append(
+            Step(began, seconds, self._clients(), decoding, nodes, rows - nodes - decoding, tokens, regime)
+        )
+        self.result.tokens += tokens
+        self.result.busy_s += seconds
+        self.planner.finished(parts, tokens, len(self.sessions), seconds, began, self.now)
+
+    def _accept(self, part: Part) -> int:
+        """Tokens that the step wrote for the session."""
+        session, tree = part.session, part.session.tree
+        session.cached += len(part.rows.token) - (part.tree.size - 1)
+        if part.rows.logits_from == len(part.rows.token):  # prefill that does not reach the anchor
+            return 0
+        accepted = tree.walk(part.kept, self._random)  # type: ignore[attr-defined]
+        tokens = min(accepted + 1, session.remaining)
+        session.drafts[0].misses += session.drafts[0].complete_epoch < tree.epoch and session.budget > 0
+        session.tokens += [0] * tokens
+        session.cached += tokens - 1
+        tree.epoch += 1
+        tree.clear()  # type: ignore[attr-defined]
+        if not session.remaining:
+            self._leave(session)
+            return tokens
+        session.budget = self.planner.next_budget(part)
+        session.committed_s = self.now
+        self._draw(session)
+        return tokens
