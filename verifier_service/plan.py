@@ -1,6 +1,5 @@
 """Which sessions step when, and with which rows. Pure: clock times, counts and trees come in, parts of a step go out.
 
-regime   load level and whether drafts are in use; held for ``DWELL_STEPS`` steps at least.
 share    nodes that one session may have verified in a step.
 budget   nodes that drafts are asked for next.
 """
@@ -19,7 +18,7 @@ from draftwood.runtime.batch import Rows
 from draftwood.tree import BoolArray, IndexArray, TokenTree
 from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split
 from verifier_service.session import Session
-from verifier_service.width import DWELL_STEPS, Policy, SpeculationGate, StepTimes, admit
+from verifier_service.width import Outlook, Policy, SpeculationGate, StepTimes, admit
 
 PROBE_STEPS = 32
 """Steps without a node, though there were some to verify, after which one step takes them all to measure it anew."""
@@ -27,8 +26,14 @@ PROBE_STEPS = 32
 BASELINE_STEPS = 24
 """Steps with drafts after which one goes without, to keep the baseline current."""
 
+CLEAR_ADVANTAGE = 1.25
+"""From here on the baseline matters little, and steps without drafts are four times as rare."""
+
 LOAD_BAND = 1.7
 """The load level stays while the number of sessions is within this factor of what it was."""
+
+GATHER_STEPS = 1.0
+"""Longest wait of ready sessions for others, in plain steps: about what one step for all saves over two."""
 
 LONGEST_STEP_S = 2.0
 """A longer time between two steps was a pause, not a step."""
@@ -62,35 +67,27 @@ class Part:
 class Planner:
     """Decides when to step, who is in it, and how wide."""
 
+    gather_steps = GATHER_STEPS
+
     def __init__(self, settings: VerifierSettings, times: StepTimes) -> None:
         self._settings = settings
         self.times = times
         self.policy = Policy()
         self._prefill_cost = PrefillCost()
-        self._gates: dict[int, SpeculationGate] = {}  # by load level
+        self.gate = SpeculationGate()
+        self.outlook = Outlook(settings.max_nodes)
         self._load = 1
         self._load_sessions = 1
-        self._steps_in_regime = DWELL_STEPS
-        self._running = 0
+        self._decoding = 1  # sessions, whether in the step or waiting for drafts
         self._weights = 0
         self._turn = 0
         self._gathering_since: float | None = None
         self._narrow_steps = 0
         self._since_plain = 0
         self._last_step_s: float | None = None
-        self._sessions_before = 0
+        self._expected = 0.0  # tokens of the step that runs
 
-    # --- regime ---
-
-    @property
-    def gate(self) -> SpeculationGate:
-        """Whether drafts pay at the present load."""
-        return self._gates.setdefault(self._load, SpeculationGate())
-
-    @property
-    def regime(self) -> tuple[int, bool]:
-        """Load level, and whether drafts are in use."""
-        return self._load, self.gate.open
+    # --- load and shares ---
 
     def share_among(self, sessions: Iterable[Session]) -> None:
         """Notes who is running, to share a step's nodes among them."""
@@ -103,22 +100,17 @@ class Planner:
         return most if whole is None else min(most, whole * session.request.weight // max(1, self._weights))
 
     def _follow_load(self, sessions: Sequence[Session]) -> None:
-        """The load level moves when the number of sessions has changed a good deal and the regime was held a while."""
+        """The load level moves when the number of sessions has changed a good deal."""
         self.share_among(sessions)
-        self._running = len(sessions)
-        count = max(1, self._running)
-        self._steps_in_regime += 1
-        if self._load_sessions / LOAD_BAND <= count <= self._load_sessions * LOAD_BAND:
-            return
-        if self._steps_in_regime >= DWELL_STEPS:
-            self._load_sessions = count
-            if count.bit_length() != self._load:
-                self._load, self._steps_in_regime = count.bit_length(), 0
+        self._decoding = max(1, sum(s.decoding for s in sessions))
+        count = max(1, len(sessions))
+        if not self._load_sessions / LOAD_BAND <= count <= self._load_sessions * LOAD_BAND:
+            self._load_sessions, self._load = count, count.bit_length()
 
     # --- when ---
 
     def due(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> float | None:
-        """Clock time of the next step: now if all are ready; a ready one waits for others half a step at most.
+        """Clock time of the next step: now if all are ready; ready ones wait for others ``GATHER_STEPS`` at most.
 
         Prefill goes along with decoding sessions and has no step of its own while there are some.
         """
@@ -132,7 +124,7 @@ class Planner:
         if len(deadlines) == len(decoding):
             return min(deadlines)
         self._gathering_since = now if self._gathering_since is None else self._gathering_since
-        gather_s = 0.5 * float(self.times(np.array([len(sessions)]), self._load)[0])
+        gather_s = self.gather_steps * float(self.times(np.array([len(sessions)]), self._load)[0])
         return min(*deadlines, self._gathering_since + gather_s)
 
     # --- who ---
@@ -162,7 +154,10 @@ class Planner:
 
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
         candidates = [self._candidates(s) for s in sessions]
-        lowest = self._lowest_admitted([r[1:] for _, _, r in candidates])
+        reach = [r[1:] for _, _, r in candidates]
+        self.outlook.observe(reach)
+        lowest = self._lowest_admitted(reach)
+        self._expected = len(sessions) + sum(float(np.exp(r[r >= lowest]).sum()) for r in reach)
         keeps = [np.nonzero(log_reach >= lowest)[0] for _, _, log_reach in candidates]
         nodes = [len(keep) - 1 for keep in keeps]
         if sum(nodes) > spare_rows:
@@ -205,7 +200,7 @@ class Planner:
         if not nodes or not self.gate.open or self._baseline_is_due():
             return np.inf
         rows = len(log_reach) + np.arange(1 + nodes)
-        lowest = admit(log_reach, self.times(rows, self._load), self.gate.overhead_s)
+        lowest = admit(log_reach, self.times(rows, self._load), self.outlook.overhead_s)
         self._narrow_steps = self._narrow_steps + 1 if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
             return lowest
@@ -215,7 +210,8 @@ class Planner:
     def _baseline_is_due(self) -> bool:
         """Now and then one step goes plain, so that what drafts are held against is known and current."""
         self._since_plain += 1
-        if self._since_plain > BASELINE_STEPS or not self.times.knows_plain(self._load):
+        often = self.gate.advantage < CLEAR_ADVANTAGE
+        if self._since_plain > BASELINE_STEPS * (1 if often else 4) or not self.times.knows_plain(self._load):
             self._since_plain = 0
             return True
         return False
@@ -236,32 +232,38 @@ class Planner:
     def finished(
         self, parts: Sequence[Part], tokens: int, sessions_left: int, forward_s: float, began: float, now: float
     ) -> None:
-        """Learns from a step that began and ended then, wrote ``tokens`` and leaves ``sessions_left`` running.
-
-        Of a step in which every session decoded: its time and, if drafts served it, whether they paid.
-        """
-        rows = sum(len(part.rows.token) for part in parts)
-        decode_rows = sum(part.tree.size for part in parts if part.decodes)
+        """Learns from a step that began and ended then, wrote ``tokens`` and leaves ``sessions_left`` running."""
         since_last_s = now - self._last_step_s if self._last_step_s is not None else now - began
-        if decode_rows < rows:
-            if decode_rows:
-                self._prefill_cost.observe(*self.times(np.array([decode_rows, rows]), self._load), forward_s)
-        elif self._running == self._sessions_before:
-            self._learn(parts, rows, tokens, forward_s, since_last_s)
         self._last_step_s = now if sessions_left else None
-        self._sessions_before = sessions_left
-
-    def _learn(self, parts: Sequence[Part], rows: int, tokens: int, forward_s: float, since_last_s: float) -> None:
-        plain = rows == len(parts)
-        self.times.observe(rows, forward_s, self._load, plain=plain)
-        if self.gate.open and (since_last_s >= LONGEST_STEP_S or not all(p.session.has_drafted for p in parts)):
+        decoding = [part for part in parts if part.decodes]
+        if not decoding:
             return
-        plain_s = self.times.plain(self._running, self._load)
-        if not plain:
-            plain_s *= self.times.drift(rows, forward_s, self._load)
-        held = self._steps_in_regime < DWELL_STEPS
-        if self.gate.record(tokens, since_last_s, forward_s, self._running / plain_s, held=held):
-            self._steps_in_regime = 0
+        rows, decode_rows = (sum(len(part.rows.token) for part in some) for some in (parts, decoding))
+        if decode_rows < rows:
+            expected_s = self.times(np.array([decode_rows, rows]), self._load)
+            self._prefill_cost.observe(*expected_s, forward_s)
+            prefill_s = forward_s * (1 - expected_s[0] / expected_s[1])
+            since_last_s, forward_s = since_last_s - prefill_s, forward_s - prefill_s
+        else:
+            self.times.observe(rows, forward_s, self._load, plain=rows == len(parts))
+        if self._settings.width == "adaptive":
+            prefilled = sum(not part.decodes and part.rows.logits_from < len(part.rows.token) for part in parts)
+            self._judge(decoding, tokens - prefilled, since_last_s, forward_s)
+
+    def _judge(self, parts: Sequence[Part], tokens: int, seconds: float, forward_s: float) -> None:
+        """Whether drafts pay: what the step was expected to write, which varies less than what it wrote."""
+        predicted = self.outlook.advantage(self._decoding, self.times, self._load)
+        drafted = [part.session.has_drafted for part in parts if part.session.drafts]
+        if drafted and all(drafted) and self.gate.open and seconds < LONGEST_STEP_S:
+            rows = sum(part.tree.size for part in parts)
+            plain_s = self.times.plain(self._decoding, self._load)
+            if rows > len(parts):
+                plain_s *= self.times.drift(rows, forward_s, self._load)
+                self.outlook.observe_tokens(tokens, self._expected)
+            expected = self._expected * self.outlook.truth
+            self.outlook.observe_overhead(seconds - forward_s)
+            self.gate.record(expected / seconds * plain_s / self._decoding, predicted)
+        self.gate.step(predicted)
 
     def paused(self) -> None:
         """The time until the next step is not that step's."""

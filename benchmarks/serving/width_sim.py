@@ -40,7 +40,7 @@ DRAFT_WAIT_MS = 150.0
 TREES = 200
 """Trees drawn beforehand for each draft model; a round takes one of them, cut to its budget."""
 MOST_NODES = 16
-FIXED_WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+FIXED_WIDTHS = (0, 1, 2, 4, 8, 16)
 Mode = Literal["adaptive"] | int
 
 
@@ -168,6 +168,7 @@ class Scenario:
     quality: float
     clients: tuple[int, ...]
     seed: int
+    longest_prompt: int = 96
 
     @property
     def slice_s(self) -> float:
@@ -199,7 +200,7 @@ class Step:
     nodes: int
     prefill: int
     tokens: int
-    regime: tuple[int, bool]
+    drafts: bool
 
 
 class Simulation:
@@ -208,6 +209,7 @@ class Simulation:
     def __init__(self, scenario: Scenario, mode: Mode, planner: type[Planner] = Planner) -> None:
         self.scenario, self.machine, self.mode = scenario, scenario.machine, mode
         self._random = np.random.default_rng(scenario.seed)
+        self._sizes = np.random.default_rng(scenario.seed + 2)  # the same requests under every mode
         self._drafts = DraftModel(scenario.quality, scenario.seed + 1)
         self._calibration = Calibration()
         self.planner = planner(
@@ -251,8 +253,8 @@ class Simulation:
             self._leave(session)
         while len(self.sessions) < clients:
             self._count += 1
-            prompt = tuple(range(int(self._random.integers(16, 96))))
-            ending = Ending(frozenset(), int(self._random.integers(48, 192)))
+            prompt_tokens, max_tokens = self._sizes.integers((1, 48), (self.scenario.longest_prompt, 192)).tolist()
+            prompt, ending = (0,) * prompt_tokens, Ending(frozenset(), max_tokens)
             request = GenerateRequest(f"s{self._count}", b"t", prompt, (), SamplingParams(), ending, self._nodes)
             session = Session(request, [0], len(prompt) + ending.max_tokens, self.now, 1)
             session.tree = SimulatedTree(self._calibration)  # type: ignore[assignment]
@@ -311,9 +313,9 @@ class Simulation:
         tokens = sum(self._accept(part) for part in parts)
         nodes = sum(part.tree.size - 1 for part in parts)
         decoding = sum(part.decodes for part in parts)
-        regime = self.planner.regime
+        drafts = self.planner.gate.open
         self.result.steps.append(
-            Step(began, seconds, self._clients(), decoding, nodes, rows - nodes - decoding, tokens, regime)
+            Step(began, seconds, self._clients(), decoding, nodes, rows - nodes - decoding, tokens, drafts)
         )
         self.result.tokens += tokens
         self.result.busy_s += seconds
@@ -339,3 +341,103 @@ class Simulation:
         session.committed_s = self.now
         self._draw(session)
         return tokens
+
+
+# --- scenarios ---
+
+SLICES = 60
+QUALITIES = (0.1, 0.4, 0.6, 0.8)
+KINDS = ("step", "ramp", "sawtooth", "noise")
+
+
+def scenarios(count: int) -> list[Scenario]:
+    """Step, ramp, sawtooth and noise in turn, over the machines and over drafts from useless to good."""
+    random = np.random.default_rng(1)
+    out = []
+    for k in range(count):
+        kind, machine = KINDS[k % 4], MACHINES[k // 4 % len(MACHINES)]
+        quality = QUALITIES[k // 12 % len(QUALITIES)]
+        low, high = (3, 5) if machine.name == "threshold" and k % 8 < 4 else _levels(random, machine)
+        clients = tuple(int(c) for c in np.clip(_curve(kind, low, high, random), 1, None))
+        out.append(Scenario(f"{kind}-{machine.name}-{quality}-{low}-{high}-{k}", machine, quality, clients, k))
+    return out
+
+
+def _levels(random: np.random.Generator, machine: Machine) -> tuple[int, int]:
+    high = int(random.integers(4, 25 if machine.name == "gpu" else 17))
+    return int(random.integers(1, high)), high
+
+
+def _curve(kind: str, low: int, high: int, random: np.random.Generator) -> NDArray[np.float64]:
+    """Clients a slice."""
+    at = np.arange(SLICES)
+    if kind == "step":
+        begins_high = bool(random.integers(2))
+        return np.where((at < SLICES // 2) == begins_high, high, low)
+    if kind == "ramp":
+        return low + (high - low) * at / (SLICES - 1)
+    if kind == "sawtooth":
+        return low + (high - low) * (at % 12) / 11
+    walk = np.cumsum(random.choice([-1, 0, 1], SLICES))
+    return low + np.abs((walk + random.integers(high - low + 1)) % (2 * (high - low)) - (high - low))
+
+
+# --- figures ---
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One scenario: tokens a second against fixed widths, and how the drafts went on and off."""
+
+    name: str
+    over_best: float
+    over_plain: float
+    best_width: int
+    width: float  # nodes a session, mean
+    switches: int
+    shortest_hold_steps: int  # between two switches
+    gather_share: float  # of the time, the device waited while a session was ready
+    drafts_on: float  # share of steps
+
+
+def figures(scenario: Scenario) -> Figures:
+    """Runs the scenario adaptively and at every fixed width."""
+    fixed = {width: Simulation(scenario, width).run().rate for width in FIXED_WIDTHS}
+    ran = Simulation(scenario, "adaptive").run()
+    best = max(fixed, key=lambda width: fixed[width])
+    drafts = [step.drafts for step in ran.steps]
+    switched = [k for k, (a, b) in enumerate(itertools.pairwise(drafts)) if a != b]
+    return Figures(
+        scenario.name,
+        ran.rate / fixed[best],
+        ran.rate / fixed[0],
+        best,
+        sum(s.nodes for s in ran.steps) / max(1, sum(s.sessions for s in ran.steps)),
+        len(switched),
+        min((b - a for a, b in itertools.pairwise(switched)), default=len(drafts)),
+        ran.gather_s / ran.seconds,
+        sum(drafts) / len(drafts),
+    )
+
+
+def main() -> bool:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=2)
+    chosen = parser.parse_args()
+    found = []
+    with multiprocessing.get_context("spawn").Pool(chosen.processes) as pool:
+        for k, f in enumerate(pool.imap(figures, scenarios(chosen.count)), 1):
+            found.append(f)
+            print(
+                f"{k:3} {f.name:32} {f.over_best:.3f} of width {f.best_width:2}, {f.over_plain:.3f} of plain; "
+                f"width {f.width:4.1f}, drafts on {f.drafts_on:.2f}, {f.switches} switches",
+                flush=True,
+            )
+    best, plain = min(f.over_best for f in found), min(f.over_plain for f in found)
+    print(best, plain)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(not main())
