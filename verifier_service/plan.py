@@ -86,6 +86,8 @@ class Planner:
         self._since_plain = 0
         self._last_step_s: float | None = None
         self._expected = 0.0  # tokens of the step that runs
+        self._prefilling = 0  # sessions
+        self._least_chunk = 0  # rows that are theirs in any case
 
     # --- load and shares ---
 
@@ -143,6 +145,7 @@ class Planner:
         most = self._settings.max_step_tokens
         kept_for_prefill = min(LEAST_CHUNK, most // 2, sum(s.pending for s in prefilling))
         decoding = [s for s in ready if s.decoding][: most - kept_for_prefill]
+        self._prefilling, self._least_chunk = len(prefilling), kept_for_prefill
         parts = self._decode_parts(decoding, most - kept_for_prefill - len(decoding))
         if prefilling:
             rows = sum(len(part.rows.token) for part in parts)
@@ -199,8 +202,8 @@ class Planner:
             return -np.inf
         if not nodes or not self.gate.open or self._baseline_is_due():
             return np.inf
-        rows = len(log_reach) + np.arange(1 + nodes)
-        lowest = admit(log_reach, self.times(rows, self._load), self.outlook.overhead_s)
+        rows = len(log_reach) + self._least_chunk + np.arange(1 + nodes)
+        lowest = admit(log_reach, self.times(rows, self._load), self.outlook.overhead_s, self._prefilling)
         self._narrow_steps = self._narrow_steps + 1 if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
             return lowest
@@ -239,30 +242,33 @@ class Planner:
         if not decoding:
             return
         rows, decode_rows = (sum(len(part.rows.token) for part in some) for some in (parts, decoding))
+        prefill_s = 0.0
         if decode_rows < rows:
             expected_s = self.times(np.array([decode_rows, rows]), self._load)
             self._prefill_cost.observe(*expected_s, forward_s)
-            prefill_s = forward_s * (1 - expected_s[0] / expected_s[1])
-            since_last_s, forward_s = since_last_s - prefill_s, forward_s - prefill_s
+            prefill_s = forward_s * (1 - float(expected_s[0] / expected_s[1]))
         else:
             self.times.observe(rows, forward_s, self._load, plain=rows == len(parts))
         if self._settings.width == "adaptive":
             prefilled = sum(not part.decodes and part.rows.logits_from < len(part.rows.token) for part in parts)
-            self._judge(decoding, tokens - prefilled, since_last_s, forward_s)
+            self._judge(decoding, tokens - prefilled, since_last_s, forward_s, prefill_s)
 
-    def _judge(self, parts: Sequence[Part], tokens: int, seconds: float, forward_s: float) -> None:
+    def _judge(
+        self, parts: Sequence[Part], tokens: int, seconds: float, forward_s: float, prefill_s: float
+    ) -> None:
         """Whether drafts pay: what the step was expected to write, which varies less than what it wrote."""
-        predicted = self.outlook.advantage(self._decoding, self.times, self._load)
+        others = self._prefilling
+        predicted = self.outlook.advantage(self._decoding, others, self._least_chunk, self.times, self._load)
         drafted = [part.session.has_drafted for part in parts if part.session.drafts]
         if drafted and all(drafted) and self.gate.open and seconds < LONGEST_STEP_S:
             rows = sum(part.tree.size for part in parts)
             plain_s = self.times.plain(self._decoding, self._load)
             if rows > len(parts):
-                plain_s *= self.times.drift(rows, forward_s, self._load)
+                plain_s *= self.times.drift(rows, forward_s - prefill_s, self._load)
                 self.outlook.observe_tokens(tokens, self._expected)
-            expected = self._expected * self.outlook.truth
             self.outlook.observe_overhead(seconds - forward_s)
-            self.gate.record(expected / seconds * plain_s / self._decoding, predicted)
+            work, plain_work = self._expected * self.outlook.truth + others, self._decoding + others
+            self.gate.record(work / plain_work * (plain_s + prefill_s) / seconds, predicted)
         self.gate.step(predicted)
 
     def paused(self) -> None:

@@ -123,8 +123,12 @@ def _follow(mean: float, seen: float, weight: float, most: float) -> float:
     return mean + weight * (min(seen, most * mean) - mean)
 
 
-def admit(log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64], overhead_s: float) -> float:
+def admit(
+    log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64], overhead_s: float, prefilling: int = 0
+) -> float:
     """The nodes that pay, as the lowest log survival admitted (+inf: none).
+
+    A prefilling session's chunk counts like a token: nodes make it wait, too.
 
     ``log_reach[s]`` are the log survivals of session s's nodes, the anchor left out; ``step_s[n]`` is the time of a
     step with n nodes, for n from 0 to all of them; ``overhead_s`` is what it costs besides (waiting, host work).
@@ -133,7 +137,7 @@ def admit(log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64],
         return np.inf
     reach = np.concatenate(log_reach)
     order = np.argsort(-reach, kind="stable")
-    gain = len(log_reach) + np.concatenate([[0.0], np.cumsum(np.exp(reach[order]))])
+    gain = len(log_reach) + prefilling + np.concatenate([[0.0], np.cumsum(np.exp(reach[order]))])
     count = int(np.argmax(gain / (step_s + overhead_s)))
     return float(reach[order[count - 1]]) if count else np.inf
 
@@ -171,10 +175,14 @@ class Outlook:
     def observe_overhead(self, seconds: float) -> None:
         self.overhead_s += SMOOTH * (max(0.0, seconds) - self.overhead_s)
 
-    def advantage(self, sessions: int, times: StepTimes, load: int) -> float:
-        """Tokens a second with drafts over those without, at so many decoding sessions."""
-        step_s = times(sessions * (1 + np.arange(len(self._gain))), load) + self.overhead_s
-        return float(np.max((1 + self._gain) / step_s) * times.plain(sessions, load))
+    def advantage(self, sessions: int, prefilling: int, chunk: int, times: StepTimes, load: int) -> float:
+        """Work a second with drafts over that without, at so many decoding and prefilling sessions (see ``admit``)."""
+        with_chunk, without = times(np.array([sessions + chunk, sessions]), load)
+        plain_s = times.plain(sessions, load) + max(0.0, float(with_chunk - without))
+        rows = sessions * (1 + np.arange(len(self._gain))) + chunk
+        work = sessions * (1 + self._gain) + prefilling
+        best = np.max(work / (times(rows, load) + self.overhead_s))
+        return float(best) * plain_s / (sessions + prefilling)
 
 
 @dataclass
@@ -217,7 +225,8 @@ class SpeculationGate:
         self.advantage = float(np.exp(self._smooth))
         if self._steps < DWELL_STEPS or (self.open and self._records < DWELL_STEPS - SETTLING_STEPS):
             return
-        if self.open and self.advantage < SHUT_BELOW:
+        doubt = 0.05 if self._records < 2 * DWELL_STEPS else 0.0
+        if self.open and self.advantage < SHUT_BELOW - doubt:
             self._hold = min(self.longest_hold, max(self.first_hold, 2 * self._hold))
             self._change()
         elif not self.open and (self.advantage > OPEN_ABOVE or self._steps >= self._hold):
