@@ -169,7 +169,8 @@ class Planner:
         parts = []
         for session, keep, (tree, kept, _) in zip(sessions, keeps, candidates, strict=True):
             wanted = 1 + len(keep) * 4 // 3 if len(keep) < tree.size else 2 + 2 * tree.size
-            parts.append(_decode_part(session, tt.select(tree, keep), kept[keep], wanted))
+            chosen = tree if len(keep) == tree.size else tt.select(tree, keep)
+            parts.append(_decode_part(session, chosen, kept[keep], wanted))
         return parts
 
     def _prefill_parts(self, sessions: Sequence[Session], decode_rows: int, most_rows: int) -> list[Part]:
@@ -186,14 +187,16 @@ class Planner:
     def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, NDArray[np.float64]]:
         """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
         tree = session.tree.tree()
-        room = min(session.remaining - 1, self._settings.max_depth)
-        shallow = np.nonzero(tt.depths(tree) <= max(0, room))[0]
-        tree = tt.select(tree, shallow)
-        kept = tt.best(tree, self.share(session))
-        tree = tt.select(tree, kept)
         reach = tt.log_survival(tree)
+        kept = np.arange(tree.size)
+        room = max(0, min(session.remaining - 1, self._settings.max_depth))
+        if tree.size - 1 > room:
+            kept = np.nonzero(tt.depths(tree) <= room)[0]
+        if len(kept) - 1 > (share := self.share(session)):
+            kept = kept[tt.best(tt.select(tree, kept), share, reach[kept])]
+        reach = reach[kept]
         reach[0] = np.inf
-        return tree, shallow[kept], reach
+        return tree if len(kept) == tree.size else tt.select(tree, kept), kept, reach
 
     def _lowest_admitted(self, log_reach: Sequence[NDArray[np.float64]]) -> float:
         """Log survival from which on nodes are verified in this step."""
