@@ -7,7 +7,6 @@ change which nodes are in it, never what comes out of it.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +23,10 @@ from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.live_tree import Nodes
 from verifier_service.plan import FIRST_BUDGET, Part, Planner
+from verifier_service.queue import AdmissionQueue
 from verifier_service.sampler import TargetSampler
 from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
-from verifier_service.width import GRID, StepTimes
+from verifier_service.width import GRID, Policy, StepTimes
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Engine:
         self.token_count = token_count
         self.clock = clock
         self.sessions: dict[str, Session] = {}
-        self.waiting: deque[GenerateRequest] = deque()
+        self.waiting = AdmissionQueue()
         self.totals = Totals()
         self.sampler = TargetSampler(runtime, token_count, 4 * settings.max_nodes)
         self.planner = Planner(
@@ -120,10 +120,10 @@ class Engine:
             raise ResourceExhausted("KV_FULL", f"the request needs {need} KV pages, the cache has {whole} in all")
         assert request.session_id not in self.sessions
         out = Outcome()
-        self.waiting.append(request)
+        self.waiting.push(request, self.clock())
         self._admit(out)
         if len(self.waiting) > self.settings.max_waiting:
-            self.waiting.pop()
+            self.waiting.drop(request.session_id)
             limit = self.settings.max_waiting
             raise ResourceExhausted("QUEUE_FULL", f"{limit} requests are waiting already", retry_after_ms=1000)
         return out
@@ -133,11 +133,11 @@ class Engine:
 
     def _admit(self, out: Outcome) -> None:
         while self.waiting and len(self.sessions) < self.settings.max_sessions:
-            request = self.waiting[0]
+            request = self.waiting.first
             capacity = self._capacity(request)
             if self.runtime.pool.pages_for(capacity) > self.runtime.pool.free:
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             pages = self.runtime.pool.take(capacity)
             session = Session(request, pages, capacity, self.clock(), self.settings.max_live_nodes)
             self.sessions[request.session_id] = session
@@ -146,7 +146,7 @@ class Engine:
     def cancel(self, session_id: str) -> Outcome:
         """Ends a session, wherever it is; unknown ones are none of our business any more."""
         out = Outcome()
-        self.waiting = deque(w for w in self.waiting if w.session_id != session_id)
+        self.waiting.drop(session_id)
         session = self.sessions.get(session_id)
         if session:
             self._end(session, FinishReason.CANCELLED, out)
@@ -179,6 +179,10 @@ class Engine:
             self._fail(session, Internal("INTERNAL", f"a verify step failed ({type(error).__name__})"), out)
         self.planner.paused()
         return out
+
+    def set_policy(self, policy: Policy) -> None:
+        """Caps on nodes, from the next step on; drafts hear of them with the next commit."""
+        self.planner.policy = policy
 
     # --- drafts ---
 
@@ -324,7 +328,6 @@ class Engine:
 
     def _account(self, parts: Sequence[Part], out: Outcome, began: float, forward_s: float) -> None:
         now = self.clock()
-        rows = sum(len(part.rows.token) for part in parts)
         nodes = sum(part.tree.size - 1 for part in parts)
         tokens = sum(len(e.tokens) for e in out.emitted)
         totals = self.totals

@@ -247,18 +247,16 @@ class Planner:
         rows, decode_rows = (sum(len(part.rows.token) for part in some) for some in (parts, decoding))
         prefill_s = 0.0
         if decode_rows < rows:
-            expected_s = self.times(np.array([decode_rows, rows]), self._load)
-            self._prefill_cost.observe(*expected_s, forward_s)
-            prefill_s = forward_s * (1 - float(expected_s[0] / expected_s[1]))
+            without_s, with_s = self.times(np.array([decode_rows, rows]), self._load).tolist()
+            self._prefill_cost.observe(without_s, with_s, forward_s)
+            prefill_s = forward_s * (1 - without_s / with_s)
         else:
             self.times.observe(rows, forward_s, self._load, plain=rows == len(parts))
         if self._settings.width == "adaptive":
             prefilled = sum(not part.decodes and part.rows.logits_from < len(part.rows.token) for part in parts)
             self._judge(decoding, tokens - prefilled, since_last_s, forward_s, prefill_s)
 
-    def _judge(
-        self, parts: Sequence[Part], tokens: int, seconds: float, forward_s: float, prefill_s: float
-    ) -> None:
+    def _judge(self, parts: Sequence[Part], tokens: int, seconds: float, forward_s: float, prefill_s: float) -> None:
         """Whether drafts pay: what the step was expected to write, which varies less than what it wrote."""
         others = self._prefilling
         predicted = self.outlook.advantage(self._decoding, others, self._least_chunk, self.times, self._load)

@@ -9,6 +9,7 @@ from draftwood.sampling import SamplingParams
 from draftwood.v1 import verifier_pb2 as pb
 from verifier_service.session import GenerateRequest
 
+LONGEST_DEADLINE_MS = 3_600_000
 ROLES = ("system", "user", "assistant")
 
 
@@ -42,6 +43,9 @@ def check_request(
     if (possible := emit(resume, 0, ending).count) < len(resume):
         message_ = f"{len(resume)} tokens to resume from, but the text ends after {possible}"
         raise InvalidArgument("RESUME", message_, field="generation.resume_tokens")
+    if generation.deadline_ms > LONGEST_DEADLINE_MS:
+        message_ = f"a deadline of {generation.deadline_ms} ms; at most {LONGEST_DEADLINE_MS} ms may be asked for"
+        raise InvalidArgument("DEADLINE_TOO_LONG", message_, field="generation.deadline_ms")
     speculation = generation.speculation
     nodes = min(max_nodes, speculation.max_nodes or max_nodes)
     return GenerateRequest(
@@ -52,6 +56,7 @@ def check_request(
         _sampling(generation.sampling, seed, token_count),
         ending,
         0 if speculation.disabled else nodes,
+        deadline_ms=generation.deadline_ms,
     )
 
 

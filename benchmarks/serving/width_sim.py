@@ -12,20 +12,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-import statistics
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from results import Check, write
 
 from draftwood.acceptance import Ending
 from draftwood.config import VerifierSettings
@@ -91,7 +87,7 @@ class DraftModel:
         return Drawn(np.array(parent, np.int32), np.array(truth), np.array(claimed, np.float32))
 
     def _children(self, node: int, log_reach: float) -> list[_Child]:
-        """Three, of which the first has ``quality`` of the mass in the mean; what is claimed is off, and on average high."""
+        """Three, the first with ``quality`` of the mass in the mean; what is claimed is off, and too high in the mean."""
         left, out = 1.0, []
         for share in (self._random.beta(6 * self.quality, 6 * (1 - self.quality)), 0.45, 0.4):
             truth = max(0.002, left * float(share))

@@ -26,15 +26,15 @@ from draftwood.v1 import draft_pb2 as draftwood_dot_v1_dot_draft__pb2
 from draftwood.v1 import tree_pb2 as draftwood_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftwood/v1/verifier.proto\x12\x0c\x64raftwood.v1\x1a\x18\x64raftwood/v1/draft.proto\x1a\x17\x64raftwood/v1/tree.proto\"r\n\x1eVerifierServiceGenerateRequest\x12,\n\ngeneration\x18\x01 \x01(\x0b\x32\x18.draftwood.v1.Generation\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"O\n\x1fVerifierServiceGenerateResponse\x12,\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1d.draftwood.v1.GenerationEvent\"$\n\"VerifierServiceGetModelInfoRequest\"M\n#VerifierServiceGetModelInfoResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.draftwood.v1.ModelInfo\"!\n\x1fVerifierServiceWatchLoadRequest\"\xc7\x02\n VerifierServiceWatchLoadResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x04 \x01(\r\x12\x12\n\nfree_pages\x18\x05 \x01(\r\x12\x13\n\x0btotal_pages\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x0e\n\x06tokens\x18\x08 \x01(\x04\x12\x16\n\x0enodes_verified\x18\t \x01(\x04\x12\x16\n\x0enodes_accepted\x18\n \x01(\x04\x12\x0f\n\x07step_ms\x18\x0b \x01(\x02\x12\r\n\x05width\x18\x0c \x01(\x02\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x13\n\x0bnodes_stale\x18\x0e \x01(\x04\x12\x17\n\x0fgrowths_refused\x18\x0f \x01(\x04\"\x9f\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12.\n\ttokenizer\x18\x03 \x01(\x0b\x32\x1b.draftwood.v1.TokenizerInfo\x12 \n\x04\x63\x61ps\x18\x04 \x01(\x0b\x32\x12.draftwood.v1.Caps\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.draftwood.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa8\x02\n\nGeneration\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.draftwood.v1.ChatH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.draftwood.v1.TokenIdsH\x00\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.draftwood.v1.Sampling\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12.\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x19.draftwood.v1.Speculation\x12\x15\n\rresume_tokens\x18\t \x03(\rB\x08\n\x06prompt\"h\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x08\n\x06_top_pB\x07\n\x05_seed\"2\n\x0bSpeculation\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\"\xbc\x01\n\x0fGenerationEvent\x12(\n\x07started\x18\x01 \x01(\x0b\x32\x15.draftwood.v1.StartedH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.draftwood.v1.ChunkH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.draftwood.v1.FinishedH\x00\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.draftwood.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"I\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0e\n\x06pieces\x18\x03 \x03(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\"Z\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.draftwood.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.draftwood.v1.Usage\"\xb5\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x16\n\x0enodes_verified\x18\x04 \x01(\r\x12\x16\n\x0enodes_accepted\x18\x05 \x01(\r\x12\x13\n\x0bnodes_stale\x18\x06 \x01(\r\x12\x15\n\rfirst_token_s\x18\x07 \x01(\x01\x12\x0f\n\x07total_s\x18\x08 \x01(\x01*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xb1\x03\n\x0fVerifierService\x12i\n\x08Generate\x12,.draftwood.v1.VerifierServiceGenerateRequest\x1a-.draftwood.v1.VerifierServiceGenerateResponse0\x01\x12P\n\tSpeculate\x12\x1e.draftwood.v1.SpeculateRequest\x1a\x1f.draftwood.v1.SpeculateResponse(\x01\x30\x01\x12s\n\x0cGetModelInfo\x12\x30.draftwood.v1.VerifierServiceGetModelInfoRequest\x1a\x31.draftwood.v1.VerifierServiceGetModelInfoResponse\x12l\n\tWatchLoad\x12-.draftwood.v1.VerifierServiceWatchLoadRequest\x1a..draftwood.v1.VerifierServiceWatchLoadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftwood/v1/verifier.proto\x12\x0c\x64raftwood.v1\x1a\x18\x64raftwood/v1/draft.proto\x1a\x17\x64raftwood/v1/tree.proto\"r\n\x1eVerifierServiceGenerateRequest\x12,\n\ngeneration\x18\x01 \x01(\x0b\x32\x18.draftwood.v1.Generation\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"O\n\x1fVerifierServiceGenerateResponse\x12,\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1d.draftwood.v1.GenerationEvent\"$\n\"VerifierServiceGetModelInfoRequest\"M\n#VerifierServiceGetModelInfoResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.draftwood.v1.ModelInfo\"!\n\x1fVerifierServiceWatchLoadRequest\"\xc7\x02\n VerifierServiceWatchLoadResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x04 \x01(\r\x12\x12\n\nfree_pages\x18\x05 \x01(\r\x12\x13\n\x0btotal_pages\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x0e\n\x06tokens\x18\x08 \x01(\x04\x12\x16\n\x0enodes_verified\x18\t \x01(\x04\x12\x16\n\x0enodes_accepted\x18\n \x01(\x04\x12\x0f\n\x07step_ms\x18\x0b \x01(\x02\x12\r\n\x05width\x18\x0c \x01(\x02\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x13\n\x0bnodes_stale\x18\x0e \x01(\x04\x12\x17\n\x0fgrowths_refused\x18\x0f \x01(\x04\"G\n\x1fVerifierServiceSetPolicyRequest\x12$\n\x06policy\x18\x01 \x01(\x0b\x32\x14.draftwood.v1.Policy\"\"\n VerifierServiceSetPolicyResponse\"n\n\x06Policy\x12\x1e\n\x11max_session_nodes\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0emax_step_nodes\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x14\n\x12_max_session_nodesB\x11\n\x0f_max_step_nodes\"\x9f\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12.\n\ttokenizer\x18\x03 \x01(\x0b\x32\x1b.draftwood.v1.TokenizerInfo\x12 \n\x04\x63\x61ps\x18\x04 \x01(\x0b\x32\x12.draftwood.v1.Caps\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.draftwood.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbd\x02\n\nGeneration\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.draftwood.v1.ChatH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.draftwood.v1.TokenIdsH\x00\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.draftwood.v1.Sampling\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12.\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x19.draftwood.v1.Speculation\x12\x15\n\rresume_tokens\x18\t \x03(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x14 \x01(\rB\x08\n\x06prompt\"h\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x08\n\x06_top_pB\x07\n\x05_seed\"2\n\x0bSpeculation\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\"\xbc\x01\n\x0fGenerationEvent\x12(\n\x07started\x18\x01 \x01(\x0b\x32\x15.draftwood.v1.StartedH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.draftwood.v1.ChunkH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.draftwood.v1.FinishedH\x00\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.draftwood.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"I\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0e\n\x06pieces\x18\x03 \x03(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\"Z\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.draftwood.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.draftwood.v1.Usage\"\xb5\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x16\n\x0enodes_verified\x18\x04 \x01(\r\x12\x16\n\x0enodes_accepted\x18\x05 \x01(\r\x12\x13\n\x0bnodes_stale\x18\x06 \x01(\r\x12\x15\n\rfirst_token_s\x18\x07 \x01(\x01\x12\x0f\n\x07total_s\x18\x08 \x01(\x01*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\x9d\x04\n\x0fVerifierService\x12i\n\x08Generate\x12,.draftwood.v1.VerifierServiceGenerateRequest\x1a-.draftwood.v1.VerifierServiceGenerateResponse0\x01\x12P\n\tSpeculate\x12\x1e.draftwood.v1.SpeculateRequest\x1a\x1f.draftwood.v1.SpeculateResponse(\x01\x30\x01\x12s\n\x0cGetModelInfo\x12\x30.draftwood.v1.VerifierServiceGetModelInfoRequest\x1a\x31.draftwood.v1.VerifierServiceGetModelInfoResponse\x12l\n\tWatchLoad\x12-.draftwood.v1.VerifierServiceWatchLoadRequest\x1a..draftwood.v1.VerifierServiceWatchLoadResponse0\x01\x12j\n\tSetPolicy\x12-.draftwood.v1.VerifierServiceSetPolicyRequest\x1a..draftwood.v1.VerifierServiceSetPolicyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftwood.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2143
-  _globals['_FINISHREASON']._serialized_end=2267
+  _globals['_FINISHREASON']._serialized_start=2385
+  _globals['_FINISHREASON']._serialized_end=2509
   _globals['_VERIFIERSERVICEGENERATEREQUEST']._serialized_start=96
   _globals['_VERIFIERSERVICEGENERATEREQUEST']._serialized_end=210
   _globals['_VERIFIERSERVICEGENERATERESPONSE']._serialized_start=212
@@ -47,30 +47,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFIERSERVICEWATCHLOADREQUEST']._serialized_end=443
   _globals['_VERIFIERSERVICEWATCHLOADRESPONSE']._serialized_start=446
   _globals['_VERIFIERSERVICEWATCHLOADRESPONSE']._serialized_end=773
-  _globals['_MODELINFO']._serialized_start=776
-  _globals['_MODELINFO']._serialized_end=935
-  _globals['_CHATMESSAGE']._serialized_start=937
-  _globals['_CHATMESSAGE']._serialized_end=981
-  _globals['_CHAT']._serialized_start=983
-  _globals['_CHAT']._serialized_end=1034
-  _globals['_TOKENIDS']._serialized_start=1036
-  _globals['_TOKENIDS']._serialized_end=1059
-  _globals['_GENERATION']._serialized_start=1062
-  _globals['_GENERATION']._serialized_end=1358
-  _globals['_SAMPLING']._serialized_start=1360
-  _globals['_SAMPLING']._serialized_end=1464
-  _globals['_SPECULATION']._serialized_start=1466
-  _globals['_SPECULATION']._serialized_end=1516
-  _globals['_GENERATIONEVENT']._serialized_start=1519
-  _globals['_GENERATIONEVENT']._serialized_end=1707
-  _globals['_STARTED']._serialized_start=1709
-  _globals['_STARTED']._serialized_end=1790
-  _globals['_CHUNK']._serialized_start=1792
-  _globals['_CHUNK']._serialized_end=1865
-  _globals['_FINISHED']._serialized_start=1867
-  _globals['_FINISHED']._serialized_end=1957
-  _globals['_USAGE']._serialized_start=1960
-  _globals['_USAGE']._serialized_end=2141
-  _globals['_VERIFIERSERVICE']._serialized_start=2270
-  _globals['_VERIFIERSERVICE']._serialized_end=2703
+  _globals['_VERIFIERSERVICESETPOLICYREQUEST']._serialized_start=775
+  _globals['_VERIFIERSERVICESETPOLICYREQUEST']._serialized_end=846
+  _globals['_VERIFIERSERVICESETPOLICYRESPONSE']._serialized_start=848
+  _globals['_VERIFIERSERVICESETPOLICYRESPONSE']._serialized_end=882
+  _globals['_POLICY']._serialized_start=884
+  _globals['_POLICY']._serialized_end=994
+  _globals['_MODELINFO']._serialized_start=997
+  _globals['_MODELINFO']._serialized_end=1156
+  _globals['_CHATMESSAGE']._serialized_start=1158
+  _globals['_CHATMESSAGE']._serialized_end=1202
+  _globals['_CHAT']._serialized_start=1204
+  _globals['_CHAT']._serialized_end=1255
+  _globals['_TOKENIDS']._serialized_start=1257
+  _globals['_TOKENIDS']._serialized_end=1280
+  _globals['_GENERATION']._serialized_start=1283
+  _globals['_GENERATION']._serialized_end=1600
+  _globals['_SAMPLING']._serialized_start=1602
+  _globals['_SAMPLING']._serialized_end=1706
+  _globals['_SPECULATION']._serialized_start=1708
+  _globals['_SPECULATION']._serialized_end=1758
+  _globals['_GENERATIONEVENT']._serialized_start=1761
+  _globals['_GENERATIONEVENT']._serialized_end=1949
+  _globals['_STARTED']._serialized_start=1951
+  _globals['_STARTED']._serialized_end=2032
+  _globals['_CHUNK']._serialized_start=2034
+  _globals['_CHUNK']._serialized_end=2107
+  _globals['_FINISHED']._serialized_start=2109
+  _globals['_FINISHED']._serialized_end=2199
+  _globals['_USAGE']._serialized_start=2202
+  _globals['_USAGE']._serialized_end=2383
+  _globals['_VERIFIERSERVICE']._serialized_start=2512
+  _globals['_VERIFIERSERVICE']._serialized_end=3053
 # @@protoc_insertion_point(module_scope)
