@@ -43,9 +43,9 @@ def fair_split(wanted: Sequence[int], total: int, first: int = 0) -> list[int]:
     start = first % max(1, len(wanted))
     hungry = [k for k in (*range(start, len(wanted)), *range(start)) if wanted[k] > 0]
     while hungry and total:
-        each, more = divmod(total, len(hungry))
-        for place, k in enumerate(hungry):
-            give = min(each + (place < more), wanted[k] - got[k])
+        each = total // len(hungry)
+        for k in hungry if each else hungry[:total]:
+            give = min(max(1, each), wanted[k] - got[k])
             got[k] += give
             total -= give
         hungry = [k for k in hungry if got[k] < wanted[k]]

@@ -80,7 +80,8 @@ class Planner:
         self._load_sessions = 1
         self._decoding = 1  # sessions, whether in the step or waiting for drafts
         self._weights = 0
-        self._turn = 0
+        self._turn = 0  # steps planned
+        self._served = 0  # parts planned
         self._gathering_since: float | None = None
         self._narrow_steps = 0
         self._since_plain = 0
@@ -140,7 +141,7 @@ class Planner:
         self._turn += 1
         self._follow_load(sessions)
         ready = [s for s in sessions if not s.decoding or not s.awaited() or now >= s.committed_s + wait_limit(s)]
-        ready.sort(key=lambda s: s.stepped_s)
+        ready.sort(key=lambda s: s.served)
         prefilling = [s for s in ready if not s.decoding]
         most = self._settings.max_step_tokens
         kept_for_prefill = min(LEAST_CHUNK, most // 2, sum(s.pending for s in prefilling))
@@ -152,7 +153,8 @@ class Planner:
             others = max(rows, sum(s.decoding for s in sessions))
             parts += self._prefill_parts(prefilling, others, most - rows)
         for part in parts:
-            part.session.stepped_s = now
+            self._served += 1
+            part.session.served = self._served
         return parts
 
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:

@@ -95,14 +95,14 @@ class Session:
     cached: int = 0
     drafts: dict[int, AttachedDraft] = field(default_factory=dict)  # by link
     committed_s: float = 0.0  # when the last commit went out
-    stepped_s: float = 0.0  # when the last step that it was in began
+    served: int = 0  # the higher, the later it was in a step
     budget: int = 0  # nodes asked of the drafts for this round
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resume]
         self.tree = LiveTree(self.tokens, self.live_nodes)
-        self.committed_s = self.stepped_s = self.admitted_s
+        self.committed_s = self.admitted_s
 
     @property
     def generated(self) -> int:
