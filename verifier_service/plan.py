@@ -60,8 +60,8 @@ class Part:
 
     @property
     def decodes(self) -> bool:
-        """One committed token and nodes; else a chunk of prefill."""
-        return len(self.rows.token) == self.tree.size
+        """The anchor and nodes; else a chunk of prefill."""
+        return self.rows.logits_from == 0
 
 
 class Planner:

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 SLOW = 0.02
 """Weight of one step in the usual time of steps with nodes, once there are many."""
 
-DWELL_STEPS = 16
+DWELL_STEPS = 12
 """Steps for which drafts stay on or off at least."""
 
-SHUT_BELOW, OPEN_ABOVE = 1.005, 1.03
+SHUT_BELOW, OPEN_ABOVE = 1.02, 1.05
 """Advantages over plain decoding at which drafts are switched off and on."""
 
 SETTLING_STEPS = 3

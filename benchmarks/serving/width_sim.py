@@ -4,7 +4,7 @@ A virtual clock, a device whose steps take T(rows) as measured on real machines 
 turn-round, and clients whose number changes by a script. Everything that decides is the service's own:
 ``verifier_service.plan.Planner`` with its sessions and gates; only device, drafts and clients are made up.
 
-    python benchmarks/serving/width_sim.py            # 200 scenarios, about 5 minutes on two cores
+    python benchmarks/serving/width_sim.py            # 200 scenarios, about 15 minutes on two cores
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import statistics
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +25,16 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
+from results import Check, write
+
 from draftwood.acceptance import Ending
 from draftwood.config import VerifierSettings
 from draftwood.sampling import SamplingParams
 from draftwood.tree import FloatArray, IntArray, TokenTree
 from verifier_service.calibration import Calibration
-from verifier_service.plan import FIRST_BUDGET, Part, Planner
+from verifier_service.plan import FIRST_BUDGET, GATHER_STEPS, Part, Planner
 from verifier_service.session import AttachedDraft, GenerateRequest, Session
-from verifier_service.width import StepTimes
+from verifier_service.width import DWELL_STEPS, StepTimes
 
 DRAFT_WAIT_MS = 150.0
 TREES = 200
@@ -87,7 +91,7 @@ class DraftModel:
         return Drawn(np.array(parent, np.int32), np.array(truth), np.array(claimed, np.float32))
 
     def _children(self, node: int, log_reach: float) -> list[_Child]:
-        """Three, the first with ``quality`` of the mass in the mean; what is claimed is off, and too high in the mean."""
+        """Three, the first with ``quality`` of the mass in the mean; what is claimed is off, and mostly too high."""
         left, out = 1.0, []
         for share in (self._random.beta(6 * self.quality, 6 * (1 - self.quality)), 0.45, 0.4):
             truth = max(0.002, left * float(share))
@@ -164,7 +168,7 @@ class Scenario:
     quality: float
     clients: tuple[int, ...]
     seed: int
-    longest_prompt: int = 96
+    longest_prompt: int = 40
 
     @property
     def slice_s(self) -> float:
@@ -249,7 +253,7 @@ class Simulation:
             self._leave(session)
         while len(self.sessions) < clients:
             self._count += 1
-            prompt_tokens, max_tokens = self._sizes.integers((1, 48), (self.scenario.longest_prompt, 192)).tolist()
+            prompt_tokens, max_tokens = self._sizes.integers((24, 96), (self.scenario.longest_prompt, 144)).tolist()
             prompt, ending = (0,) * prompt_tokens, Ending(frozenset(), max_tokens)
             request = GenerateRequest(f"s{self._count}", b"t", prompt, (), SamplingParams(), ending, self._nodes)
             session = Session(request, [0], len(prompt) + ending.max_tokens, self.now, 1)
@@ -342,6 +346,7 @@ class Simulation:
 # --- scenarios ---
 
 SLICES = 60
+REPEATS = 2
 QUALITIES = (0.1, 0.4, 0.6, 0.8)
 KINDS = ("step", "ramp", "sawtooth", "noise")
 
@@ -397,23 +402,65 @@ class Figures:
 
 
 def figures(scenario: Scenario) -> Figures:
-    """Runs the scenario adaptively and at every fixed width."""
-    fixed = {width: Simulation(scenario, width).run().rate for width in FIXED_WIDTHS}
-    ran = Simulation(scenario, "adaptive").run()
+    """Runs the scenario adaptively and at every fixed width, each ``REPEATS`` times with other clients and noise."""
+    repeats = [replace(scenario, seed=scenario.seed + 1000 * k) for k in range(REPEATS)]
+    fixed = {width: _rate([Simulation(r, width).run() for r in repeats]) for width in FIXED_WIDTHS}
+    runs = [Simulation(r, "adaptive").run() for r in repeats]
     best = max(fixed, key=lambda width: fixed[width])
-    drafts = [step.drafts for step in ran.steps]
-    switched = [k for k, (a, b) in enumerate(itertools.pairwise(drafts)) if a != b]
+    steps = [step for run in runs for step in run.steps]
+    switches = [_switches(run) for run in runs]
+    holds = [b - a for run in switches for a, b in itertools.pairwise(run)]
     return Figures(
         scenario.name,
-        ran.rate / fixed[best],
-        ran.rate / fixed[0],
+        round(_rate(runs) / fixed[best], 4),
+        round(_rate(runs) / fixed[0], 4),
         best,
-        sum(s.nodes for s in ran.steps) / max(1, sum(s.sessions for s in ran.steps)),
-        len(switched),
-        min((b - a for a, b in itertools.pairwise(switched)), default=len(drafts)),
-        ran.gather_s / ran.seconds,
-        sum(drafts) / len(drafts),
+        round(sum(s.nodes for s in steps) / max(1, sum(s.sessions for s in steps)), 2),
+        sum(map(len, switches)),
+        min(holds, default=len(steps)),
+        round(sum(run.gather_s for run in runs) / sum(run.seconds for run in runs), 4),
+        round(sum(s.drafts for s in steps) / len(steps), 3),
     )
+
+
+def _rate(runs: Sequence[Result]) -> float:
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def _switches(run: Result) -> list[int]:
+    """Steps at which drafts went on or off."""
+    return [k for k, (a, b) in enumerate(itertools.pairwise(run.steps), 1) if a.drafts != b.drafts]
+
+
+def settling_steps(machine: Machine, quality: float, clients: tuple[int, int], seed: int) -> int:
+    """Steps after a sudden change of load until drafts are on or off for good; prompts are short and answers long."""
+    before, after = clients
+    change = 40
+    scenario = Scenario("settling", machine, quality, (before,) * change + (after,) * 20, seed, longest_prompt=25)
+    run = Simulation(scenario, "adaptive").run()
+    changed = next(k for k, step in enumerate(run.steps) if step.clients == after)
+    arrived = next(k for k in range(changed, len(run.steps)) if run.steps[k].sessions >= 0.9 * after)
+    late = [k - arrived for k in _switches(run) if changed < k < arrived + 100]  # a trial comes later than that
+    return max(0, *late, 0)
+
+
+def gathering() -> list[dict[str, Any]]:
+    """Tokens a second by how long ready sessions wait for others, in plain steps: what waiting costs and buys."""
+    out = []
+    for machine, quality, clients in itertools.product(MACHINES[:2], (0.6,), (4, 16)):
+        for slower in (1, 4):
+            slow = replace(machine, round_s=machine.round_s * slower, round_session_s=machine.round_session_s * slower)
+            scenario = Scenario("gathering", slow, quality, (clients,) * 40, 5)
+            row: dict[str, Any] = {"machine": machine.name, "clients": clients, "draft_rounds": f"{slower} x"}
+            for wait in (0.0, 0.5, GATHER_STEPS, 2.0):
+                kind = type("Waits", (Planner,), {"gather_steps": wait})
+                run = Simulation(scenario, 4, kind).run()
+                row[f"tokens_s_at_{wait:g}"] = round(run.rate, 1)
+                if wait == GATHER_STEPS:
+                    row["gather_share"] = round(run.gather_s / run.seconds, 4)
+                    row["sessions_a_step"] = round(statistics.mean(s.sessions for s in run.steps) / clients, 3)
+            out.append(row)
+    return out
 
 
 def main() -> bool:
@@ -421,7 +468,7 @@ def main() -> bool:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--processes", type=int, default=2)
     chosen = parser.parse_args()
-    found = []
+    found: list[Figures] = []
     with multiprocessing.get_context("spawn").Pool(chosen.processes) as pool:
         for k, f in enumerate(pool.imap(figures, scenarios(chosen.count)), 1):
             found.append(f)
@@ -430,9 +477,26 @@ def main() -> bool:
                 f"width {f.width:4.1f}, drafts on {f.drafts_on:.2f}, {f.switches} switches",
                 flush=True,
             )
-    best, plain = min(f.over_best for f in found), min(f.over_plain for f in found)
-    print(best, plain)
-    return True
+        jumps = [(m, q, c, s) for m in MACHINES for q in (0.1, 0.6) for c in ((2, 16), (16, 2)) for s in (1, 2)]
+        settled = pool.starmap(settling_steps, jumps)
+    waits = gathering()
+    checks = [
+        Check("width/sim_vs_best_fixed_min", min(f.over_best for f in found), ">=", 0.95),
+        Check("width/sim_vs_plain_min", min(f.over_plain for f in found), ">=", 0.97),
+        Check("width/sim_settling_steps_max", float(max(settled)), "<=", 20.0),
+        Check("width/sim_shortest_hold_steps", float(min(f.shortest_hold_steps for f in found)), ">=", DWELL_STEPS),
+    ]
+    details = {
+        "scenarios": len(found),
+        "repeats": REPEATS,
+        "over_best_mean": round(statistics.mean(f.over_best for f in found), 4),
+        "over_plain_mean": round(statistics.mean(f.over_plain for f in found), 4),
+        "fixed_widths": FIXED_WIDTHS,
+        "machines": [asdict(machine) for machine in MACHINES],
+        "gathering": waits,
+        "each": [asdict(f) for f in found],
+    }
+    return write("width", checks, details)
 
 
 if __name__ == "__main__":

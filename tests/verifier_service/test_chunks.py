@@ -20,7 +20,9 @@ GPU = StepTimes([1, 16, 64, 256], [0.00510, 0.00546, 0.00611, 0.00947])
 def test_the_chunk_is_the_largest_that_decoding_sessions_hardly_notice(times: StepTimes, decoders: int) -> None:
     planner = make_planner(times, max_step_tokens=256)
     sessions = [*(decoding(f"d{k}") for k in range(decoders)), prefilling("p", 4000)]
-    rows = {part.session.request.session_id: len(part.rows.token) for part in planner.plan(0.0, sessions, lambda _: 0.0)}
+    rows = {
+        part.session.request.session_id: len(part.rows.token) for part in planner.plan(0.0, sessions, lambda _: 0.0)
+    }
     alone_s, now_s, more_s = times(np.array([decoders, decoders + rows["p"], decoders + rows["p"] + 1]), 0)
     assert all(rows[f"d{k}"] == 1 for k in range(decoders))
     assert now_s <= STRETCH * alone_s or rows["p"] == LEAST_CHUNK

@@ -58,7 +58,9 @@ def test_drafts_that_fail_are_tried_again_and_each_time_later() -> None:
     seen = serve(gate, times, 4000, tokens=9, slowness=1.0)
     changes = [k for k, (a, b) in enumerate(itertools.pairwise(seen)) if a != b]
     closed = [b - a for a, b in zip(changes[::2], changes[1::2], strict=False)]
-    assert closed[:3] == [160, 320, 640] and all(DWELL_STEPS <= b - a <= 24 for a, b in zip(changes[1::2], changes[2::2], strict=False))
+    assert closed[:3] == [160, 320, 640] and all(
+        DWELL_STEPS <= b - a <= 24 for a, b in zip(changes[1::2], changes[2::2], strict=False)
+    )
     assert sum(seen) / len(seen) < 0.04
 
 
