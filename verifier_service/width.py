@@ -29,8 +29,8 @@ SHUT_BELOW, OPEN_ABOVE = 1.02, 1.05
 SETTLING_STEPS = 3
 """Steps after switching on that do not count: drafts catch up, their scores are not calibrated."""
 
-SMOOTH = 0.1
-"""Weight of one step in the running means."""
+SMOOTH, FOLLOW = 0.1, 0.15
+"""Weights of one step in the running means, and in the one that follows the load."""
 
 PRIOR_TOKENS, TOKEN_STEPS = 64.0, 256
 """Tokens that are taken to have come as expected at first, and steps over which those written are counted."""
@@ -221,7 +221,7 @@ class SpeculationGate:
         """One step has passed; ``predicted`` is the advantage predicted at the load of now."""
         self._steps += 1
         now = float(np.log(predicted)) + self._measured - self._predicted
-        self._smooth = now if self._smooth is None else self._smooth + 0.25 * (now - self._smooth)
+        self._smooth = now if self._smooth is None else self._smooth + FOLLOW * (now - self._smooth)
         self.advantage = float(np.exp(self._smooth))
         if self._steps < DWELL_STEPS or (self.open and self._records < DWELL_STEPS - SETTLING_STEPS):
             return

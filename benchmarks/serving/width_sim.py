@@ -59,14 +59,13 @@ class Machine:
         return float(StepTimes(self.rows, self.seconds)(np.array([rows]), 0)[0])
 
 
-MACHINES = (
-    # SmolLM2-135M in float32 on two cores; the drafts run on the same ones.
-    Machine("cpu", (1, 8, 16, 32), (0.034, 0.037, 0.046, 0.074), 0.004, 0.0006),
-    # An 8B shape in bfloat16 on an H200 (benchmarks/results/step.json, wall_ms), drafts on another machine.
-    Machine("gpu", (1, 16, 64, 256), (0.00510, 0.00546, 0.00611, 0.00947), 0.0022, 0.00002),
-    # The same, so that drafts pay for three sessions and not for five: rows are dear beyond four.
-    Machine("threshold", (1, 2, 4, 8, 16, 32), (0.020, 0.021, 0.022, 0.038, 0.070, 0.134), 0.002, 0.0003),
-)
+# SmolLM2-135M in float32 on two cores; the drafts run on the same ones.
+CPU = Machine("cpu", (1, 8, 16, 32), (0.034, 0.037, 0.046, 0.074), 0.004, 0.0006)
+# An 8B shape in bfloat16 on an H200 (benchmarks/results/step.json, wall_ms), drafts on another machine.
+GPU = Machine("gpu", (1, 16, 64, 256), (0.00510, 0.00546, 0.00611, 0.00947), 0.0022, 0.00002)
+# Made up, so that drafts pay for three sessions and not for five: rows are dear beyond four.
+THRESHOLD = Machine("threshold", (1, 2, 4, 8, 16, 32), (0.020, 0.021, 0.022, 0.038, 0.070, 0.134), 0.002, 0.0003)
+MACHINES = (CPU, GPU, THRESHOLD)
 
 
 class DraftModel:
@@ -184,6 +183,7 @@ class Result:
     seconds: float = 0.0
     busy_s: float = 0.0
     gather_s: float = 0.0  # the device stood still though some session was ready
+    longest_gather_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
 
     @property
@@ -224,6 +224,7 @@ class Simulation:
         self._rounds: list[tuple[float, Session, int, int]] = []  # done at, for whom, epoch, nodes
         self._usual_round_s = 0.15
         self._count = 0
+        self._gathered_s = 0.0  # since the last step
         self.result = Result()
 
     def _measured(self) -> StepTimes:
@@ -281,8 +282,9 @@ class Simulation:
         draft.asleep = session.budget == 0
 
     def _pass_until(self, time_s: float) -> None:
-        if any(self._ready(s) for s in self.sessions):
+        if time_s > self.now and any(self._ready(s) for s in self.sessions):
             self.result.gather_s += time_s - self.now
+            self._gathered_s += time_s - self.now
         self.now = time_s
         self._finish_rounds()
 
@@ -305,6 +307,8 @@ class Simulation:
 
     def _step(self) -> None:
         began = self.now
+        self.result.longest_gather_s = max(self.result.longest_gather_s, self._gathered_s)
+        self._gathered_s = 0.0
         parts = self.planner.plan(began, self.sessions, self._wait_limit)
         rows = sum(len(part.rows.token) for part in parts)
         seconds = self.machine.step_s(rows) * float(self._random.lognormal(0, self.machine.noise))
@@ -408,15 +412,15 @@ def figures(scenario: Scenario) -> Figures:
     runs = [Simulation(r, "adaptive").run() for r in repeats]
     best = max(fixed, key=lambda width: fixed[width])
     steps = [step for run in runs for step in run.steps]
-    switches = [_switches(run) for run in runs]
-    holds = [b - a for run in switches for a, b in itertools.pairwise(run)]
+    switched = [switches(run) for run in runs]
+    holds = [b - a for run in switched for a, b in itertools.pairwise(run)]
     return Figures(
         scenario.name,
         round(_rate(runs) / fixed[best], 4),
         round(_rate(runs) / fixed[0], 4),
         best,
         round(sum(s.nodes for s in steps) / max(1, sum(s.sessions for s in steps)), 2),
-        sum(map(len, switches)),
+        sum(map(len, switched)),
         min(holds, default=len(steps)),
         round(sum(run.gather_s for run in runs) / sum(run.seconds for run in runs), 4),
         round(sum(s.drafts for s in steps) / len(steps), 3),
@@ -427,7 +431,7 @@ def _rate(runs: Sequence[Result]) -> float:
     return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 
-def _switches(run: Result) -> list[int]:
+def switches(run: Result) -> list[int]:
     """Steps at which drafts went on or off."""
     return [k for k, (a, b) in enumerate(itertools.pairwise(run.steps), 1) if a.drafts != b.drafts]
 
@@ -440,7 +444,7 @@ def settling_steps(machine: Machine, quality: float, clients: tuple[int, int], s
     run = Simulation(scenario, "adaptive").run()
     changed = next(k for k, step in enumerate(run.steps) if step.clients == after)
     arrived = next(k for k in range(changed, len(run.steps)) if run.steps[k].sessions >= 0.9 * after)
-    late = [k - arrived for k in _switches(run) if changed < k < arrived + 100]  # a trial comes later than that
+    late = [k - arrived for k in switches(run) if changed < k < arrived + 100]  # a trial comes later than that
     return max(0, *late, 0)
 
 
