@@ -175,14 +175,19 @@ class DraftwoodClient:
         ignore_eos: bool = False,
         speculate: bool = True,
         max_nodes: int = 0,
+        deadline_ms: int = 0,
     ) -> AsyncGenerator[Event]:
-        """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit."""
+        """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit.
+
+        ``deadline_ms``: how soon the answer is wanted (0: no hurry); it orders the verifier's queue and cuts nothing.
+        """
         generation = verifier_pb2.Generation(
             sampling=verifier_pb2.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes),
+            deadline_ms=deadline_ms,
         )
         _set_prompt(generation, prompt)
         request = router_pb2.RouterServiceGenerateRequest(model=model, generation=generation)
