@@ -250,17 +250,15 @@ class Engine:
 
     def due(self) -> float | None:
         """Clock time at which the next step should run; None: nothing to do."""
-        return self.planner.due(self.clock(), list(self.sessions.values()), self._wait_limit)
+        return self.planner.due(self.clock(), list(self.sessions.values()), self._usual_round)
 
-    def _wait_limit(self, session: Session) -> float:
-        """Longest wait for the session's drafts after its last commit, seconds."""
-        usual = max(self._links[link].round_s for link in session.drafts)
-        return min(self.settings.draft_wait_ms / 1e3, max(0.01, 3 * usual))
+    def _usual_round(self, session: Session) -> float:
+        return max(self._links[link].round_s for link in session.drafts)
 
     def step(self) -> Outcome:
         """One forward and all that follows from it."""
         began = self.clock()
-        parts = self.planner.plan(began, list(self.sessions.values()), self._wait_limit)
+        parts = self.planner.plan(began, list(self.sessions.values()), self._usual_round)
         targets = self.sampler.step(parts)
         forward_s = self.clock() - began
         out = Outcome()

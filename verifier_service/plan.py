@@ -35,13 +35,20 @@ LOAD_BAND = 1.7
 GATHER_STEPS = 1.0
 """Longest wait of ready sessions for others, in plain steps: about what one step for all saves over two."""
 
+LATE = 1.5
+"""A tree is expected within so many times the usual round."""
+
+LEAST_WAIT_S = 0.01
+"""Wait for drafts that are usually quicker than a third of it."""
+
 LONGEST_STEP_S = 2.0
 """A longer time between two steps was a pause, not a step."""
 
 FIRST_BUDGET = 16
 LEAST_BUDGET = 3
 
-WaitLimit = Callable[[Session], float]
+UsualRound = Callable[[Session], float]
+"""Seconds that the slowest of a session's drafts usually takes from commit to complete tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +119,35 @@ class Planner:
 
     # --- when ---
 
-    def due(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> float | None:
-        """Clock time of the next step: now if all are ready; ready ones wait for others ``GATHER_STEPS`` at most.
+    def wait_limit(self, usual_round_s: float) -> float:
+        """Longest wait for a session's drafts after its last commit, seconds."""
+        return min(self._settings.draft_wait_ms / 1e3, max(LEAST_WAIT_S, 3 * usual_round_s))
 
-        Prefill goes along with decoding sessions and has no step of its own while there are some.
+    def due(self, now: float, sessions: Sequence[Session], usual_round: UsualRound) -> float | None:
+        """Clock time of the next step: now if all are ready.
+
+        Ready ones wait for those whose trees should be there within ``GATHER_STEPS``. Prefill goes along with decoding
+        sessions and has no step of its own while there are some.
         """
         if not sessions:
             self._gathering_since = None
             return None
         decoding = [s for s in sessions if s.decoding]
-        deadlines = [s.committed_s + wait_limit(s) for s in decoding if s.awaited()]
-        if not deadlines:
+        rounds = [(s.committed_s, usual_round(s)) for s in decoding if s.awaited()]
+        if not rounds:
             return now
-        if len(deadlines) == len(decoding):
-            return min(deadlines)
+        first_deadline = min(committed_s + self.wait_limit(round_s) for committed_s, round_s in rounds)
+        if len(rounds) == len(decoding):
+            return first_deadline
         self._gathering_since = now if self._gathering_since is None else self._gathering_since
-        gather_s = self.gather_steps * float(self.times(np.array([len(sessions)]), self._load)[0])
-        return min(*deadlines, self._gathering_since + gather_s)
+        gather_s = self.gather_steps * float(self.times(np.array([len(decoding)]), self._load)[0])
+        expected = [committed_s + LATE * round_s for committed_s, round_s in rounds]
+        soon = [at for at in expected if now < at <= self._gathering_since + gather_s]
+        return min(first_deadline, max(soon, default=now))
 
     # --- who ---
 
-    def plan(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> list[Part]:
+    def plan(self, now: float, sessions: Sequence[Session], usual_round: UsualRound) -> list[Part]:
         """The parts of the step that runs now: decoding sessions first, then prefill as far as it delays them little.
 
         Where rows are scarce, who has waited longest goes first.
@@ -140,7 +155,7 @@ class Planner:
         self._gathering_since = None
         self._turn += 1
         self._follow_load(sessions)
-        ready = [s for s in sessions if not s.decoding or not s.awaited() or now >= s.committed_s + wait_limit(s)]
+        ready = [s for s in sessions if self._is_ready(s, now, usual_round)]
         ready.sort(key=lambda s: s.served)
         prefilling = [s for s in ready if not s.decoding]
         most = self._settings.max_step_tokens
@@ -156,6 +171,11 @@ class Planner:
             self._served += 1
             part.session.served = self._served
         return parts
+
+    def _is_ready(self, session: Session, now: float, usual_round: UsualRound) -> bool:
+        if not session.decoding or not session.awaited():
+            return True
+        return now >= session.committed_s + self.wait_limit(usual_round(session))
 
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
         candidates = [self._candidates(s) for s in sessions]

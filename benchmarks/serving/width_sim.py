@@ -182,7 +182,7 @@ class Result:
     tokens: int = 0
     seconds: float = 0.0
     busy_s: float = 0.0
-    gather_s: float = 0.0  # the device stood still though some session was ready
+    gather_s: float = 0.0  # the device stood still though some session had its tree
     longest_gather_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
 
@@ -236,7 +236,7 @@ class Simulation:
         end_s = len(self.scenario.clients) * self.scenario.slice_s
         while self.now < end_s:
             self._follow_clients()
-            due = self.planner.due(self.now, self.sessions, self._wait_limit)
+            due = self.planner.due(self.now, self.sessions, self._usual_round)
             next_round = min((done for done, *_ in self._rounds), default=np.inf)
             if due is None or (due > self.now and next_round < due):
                 self._pass_until(min(next_round, end_s) if due is None else next_round)
@@ -289,7 +289,7 @@ class Simulation:
         self._finish_rounds()
 
     def _ready(self, session: Session) -> bool:
-        return not session.decoding or not session.awaited()
+        return session.decoding and not session.awaited()
 
     def _finish_rounds(self) -> None:
         done = [r for r in self._rounds if r[0] <= self.now]
@@ -300,8 +300,8 @@ class Simulation:
                 session.drafts[0].complete_epoch, session.drafts[0].misses = epoch, 0
                 self._usual_round_s += 0.2 * (done_s - session.committed_s - self._usual_round_s)
 
-    def _wait_limit(self, session: Session) -> float:
-        return min(DRAFT_WAIT_MS / 1e3, max(0.01, 3 * self._usual_round_s))
+    def _usual_round(self, _: Session) -> float:
+        return self._usual_round_s
 
     # --- the device ---
 
@@ -309,7 +309,7 @@ class Simulation:
         began = self.now
         self.result.longest_gather_s = max(self.result.longest_gather_s, self._gathered_s)
         self._gathered_s = 0.0
-        parts = self.planner.plan(began, self.sessions, self._wait_limit)
+        parts = self.planner.plan(began, self.sessions, self._usual_round)
         rows = sum(len(part.rows.token) for part in parts)
         seconds = self.machine.step_s(rows) * float(self._random.lognormal(0, self.machine.noise))
         self.now += seconds

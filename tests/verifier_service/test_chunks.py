@@ -76,7 +76,7 @@ def test_prefill_has_no_step_of_its_own_while_others_await_their_drafts() -> Non
     """A step for prefill alone would make every decoding session wait for it."""
     planner = make_planner(CPU)
     waiting = decoding("d", awaits_drafts=True)
-    assert planner.due(0.0, [waiting, prefilling("p", 100)], lambda _: 0.02) == pytest.approx(0.02)
+    assert planner.due(0.0, [waiting, prefilling("p", 100)], lambda _: 0.02) == pytest.approx(0.06)
     assert planner.due(0.0, [decoding("d"), prefilling("p", 100)], lambda _: 0.02) == 0.0
     assert planner.due(0.0, [prefilling("p", 100)], lambda _: 0.02) == 0.0
 
