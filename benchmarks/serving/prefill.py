@@ -9,11 +9,14 @@ alternate; a round without has as many steps as its partner, so that both see th
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the services do, before torch is loaded
 
 import numpy as np
 import torch
@@ -85,6 +88,8 @@ def serve(engine: Engine, prompt: int, most_steps: int) -> Round:
         outcome = engine.step()
         now = time.perf_counter()
         seen.steps += 1
+        if seen.steps % 100 == 0:
+            print(f"  step {seen.steps}, {now - began:.0f} s", flush=True)
         assert not outcome.failed
         for e in outcome.emitted:
             if e.session_id == "long":
