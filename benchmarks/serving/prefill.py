@@ -112,6 +112,8 @@ def _figures(disturbed: Round, quiet: Round) -> dict[str, Any]:
     for name, seen in (("disturbed", disturbed), ("quiet", quiet)):
         for percent in (50, 99):
             out[f"{name}_p{percent}_ms"] = round(float(np.percentile(seen.gaps_s, percent)) * 1e3, 2)
+        last = seen.gaps_s[-len(seen.gaps_s) // 4 :]
+        out[f"{name}_last_quarter_p50_ms"] = round(float(np.percentile(last, 50)) * 1e3, 2)
     return out
 
 
