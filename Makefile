@@ -30,6 +30,9 @@ protos: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/serving/wire.py
 	$(BIN)/python benchmarks/serving/demo.py
+	$(BIN)/python benchmarks/serving/clients.py
+	$(BIN)/python benchmarks/serving/prefill.py
+	$(BIN)/python benchmarks/serving/width_sim.py
 
 # Each fails if a bound is missed, and the others run all the same.
 bench-gpu: $(READY)

@@ -215,11 +215,13 @@ class DraftwoodClient:
         n: int | None = None,
         speculate: bool = True,
         max_nodes: int = 0,
+        deadline_ms: int = 0,
     ) -> AsyncGenerator[Event]:
         """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit.
 
         With ``n`` the events of n texts come as they are written, told apart by their ``index``.
         docs/sampling.md says what the sampling parameters mean, their ranges and their order.
+        ``deadline_ms``: how soon the answer is wanted (0: no hurry); it orders the verifier's queue and cuts nothing.
         """
         generation = verifier_pb2.Generation(
             sampling=verifier_pb2.Sampling(
@@ -245,6 +247,7 @@ class DraftwoodClient:
             skip_special_tokens=None if skip_special_tokens else False,
             n=n,
             speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes),
+            deadline_ms=deadline_ms,
         )
         _set_prompt(generation, prompt)
         request = router_pb2.RouterServiceGenerateRequest(model=model, generation=generation)

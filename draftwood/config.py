@@ -48,7 +48,7 @@ class VerifierSettings(BaseSettings):
     max_nodes: Positive = Field(64, description="nodes of one session that one step may verify", le=255)
     max_depth: Positive = Field(32, description="depth of a tree, in nodes")
     max_live_nodes: Positive = Field(512, description="nodes kept of one session's trees between steps")
-    max_step_tokens: Positive = Field(256, description="rows of one forward; longer prompts are prefilled in chunks")
+    max_step_tokens: int = Field(256, ge=2, description="rows of one forward; longer prompts are prefilled in chunks")
     max_context_tokens: Positive = Field(8192, description="longest sequence served; the model's own limit holds too")
     width: Literal["adaptive", "full"] = Field(
         "adaptive", description='nodes verified: "adaptive" those that pay, "full" all up to max_nodes (for measuring)'

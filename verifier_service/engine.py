@@ -24,15 +24,14 @@ from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.kv import SessionPages
 from verifier_service.live_tree import Nodes
-from verifier_service.plan import Part, Planner
+from verifier_service.plan import FIRST_BUDGET, Part, Planner
+from verifier_service.queue import AdmissionQueue
 from verifier_service.sampler import NONE_ALLOWED, TargetSampler, failure
 from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
-from verifier_service.width import GRID, StepTimes
+from verifier_service.width import GRID, Policy, StepTimes
 
 log = get_logger(__name__)
 
-FIRST_BUDGET = 16
-LEAST_BUDGET = 3
 AUDIT_STEPS = 4096
 """Steps after which the page books are audited though the engine has not been idle; it takes milliseconds."""
 
@@ -107,7 +106,7 @@ class Engine:
         self.token_count = token_count
         self.clock = clock
         self.sessions: dict[str, Session] = {}
-        self.waiting: deque[GenerateRequest] = deque()
+        self.waiting = AdmissionQueue()
         self.preempted: deque[Session] = deque()  # in ``sessions`` too; resumed before anyone is admitted
         self.totals = Totals()
         self._kv = SessionPages(runtime.pool, share=settings.prefix_cache)
@@ -118,8 +117,6 @@ class Engine:
         )
         self._links: dict[int, Link] = {}
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
-        self._last_step_s: float | None = None
-        self._sessions_before = 0
 
     # --- requests ---
 
@@ -133,10 +130,10 @@ class Engine:
         self._kv.check_fits(request)
         assert request.session_id not in self.sessions
         out = Outcome()
-        self.waiting.append(request)
+        self.waiting.push(request, self.clock())
         self._admit(out)
         if len(self.waiting) > self.settings.max_waiting:
-            self.waiting.pop()
+            self.waiting.drop(request.session_id)
             limit = self.settings.max_waiting
             raise ResourceExhausted("QUEUE_FULL", f"{limit} requests are waiting already", retry_after_ms=1000)
         return out
@@ -153,17 +150,17 @@ class Engine:
                 return
             self.preempted.popleft()
         while self.waiting and len(self.sessions) < self.settings.max_sessions:
-            session = Session(self.waiting[0], self.clock(), self.settings.max_live_nodes)
+            session = Session(self.waiting.first, self.clock(), self.settings.max_live_nodes)
             if not self._kv.place(session, len(self.sessions)):
                 return
-            request = self.waiting.popleft()
+            request = self.waiting.pop()
             self.sessions[request.session_id] = session
             out.admitted.append(request.session_id)
 
     def cancel(self, session_id: str) -> Outcome:
         """Ends a session, wherever it is; unknown ones are none of our business any more."""
         out = Outcome()
-        self.waiting = deque(w for w in self.waiting if w.session_id != session_id)
+        self.waiting.drop(session_id)
         session = self.sessions.get(session_id)
         if session:
             self._end(session, FinishReason.CANCELLED, out)
@@ -196,8 +193,12 @@ class Engine:
         out = Outcome()
         for session in self.running:
             self._fail(session, Internal("INTERNAL", f"a verify step failed ({type(error).__name__})"), out)
-        self._last_step_s = None
+        self.planner.paused()
         return out
+
+    def set_policy(self, policy: Policy) -> None:
+        """Caps on nodes, from the next step on; drafts hear of them with the next commit."""
+        self.planner.policy = policy
 
     # --- drafts ---
 
@@ -224,8 +225,8 @@ class Engine:
         session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
         draft = session.drafts[link] = AttachedDraft(handle, known=len(session.tokens))
         self._links[link].sessions[handle] = session
-        self.planner.follow_load(len(self.running))
-        session.budget = self._budget(session, max(session.budget, FIRST_BUDGET))
+        self.planner.share_among(self.running)
+        session.budget = self.planner.budget(session, max(session.budget, FIRST_BUDGET))
         draft.asleep = session.budget == 0
         sampling = request.sampling
         return StartInfo(
@@ -267,19 +268,17 @@ class Engine:
         """Clock time at which the next step should run; None: nothing to do, time for an audit."""
         if not self.sessions and self._unaudited:
             self.audit()
-        return self.planner.due(self.clock(), self.running, self._wait_limit)
+        return self.planner.due(self.clock(), self.running, self._usual_round)
 
-    def _wait_limit(self, session: Session) -> float:
-        """Longest wait for the session's drafts after its last commit, seconds."""
-        usual = max(self._links[link].round_s for link in session.drafts)
-        return min(self.settings.draft_wait_ms / 1e3, max(0.01, 3 * usual))
+    def _usual_round(self, session: Session) -> float:
+        return max(self._links[link].round_s for link in session.drafts)
 
     def step(self) -> Outcome:
         """One forward and all that follows from it."""
         began = self.clock()
         for session in self._kv.make_room(self.running, self.planner.share):
             self._set_aside(session)
-        parts = self.planner.plan(began, self.running, self._wait_limit)
+        parts = self.planner.plan(began, self.running, self._usual_round)
         targets = self.sampler.step(parts)
         forward_s = self.clock() - began
         out = Outcome()
@@ -348,8 +347,7 @@ class Engine:
         session.tree.learn(part.kept, live_path)
         ids = {link: session.tree.node_ids(link, live_path) for link in session.drafts}
         session.tree.commit(tokens)
-        wanted = 0.7 * session.budget + 0.3 * part.wanted if session.budget else FIRST_BUDGET
-        session.budget = self._budget(session, wanted)
+        session.budget = self.planner.next_budget(part)
         session.committed_s = self.clock()
         for link, draft in session.drafts.items():
             if session.budget or not draft.asleep:
@@ -365,14 +363,8 @@ class Engine:
         draft.known, draft.asleep = length, session.budget == 0
         return SessionCommit(draft.handle, session.tree.epoch, length, told, ids, session.budget)
 
-    def _budget(self, session: Session, wanted: float) -> int:
-        if session.remaining <= 1 or not self.planner.speculating:
-            return 0
-        return min(session.request.max_nodes, self.planner.share, max(LEAST_BUDGET, round(wanted)))
-
     def _account(self, parts: Sequence[Part], out: Outcome, began: float, forward_s: float) -> None:
         now = self.clock()
-        rows = sum(len(part.rows.token) for part in parts)
         nodes = sum(part.tree.size - 1 for part in parts)
         tokens = sum(len(e.tokens) for e in out.emitted)
         totals = self.totals
@@ -386,13 +378,7 @@ class Engine:
         self._unaudited += 1
         if self._unaudited >= AUDIT_STEPS:
             self.audit()
-        steady = len(out.emitted) == len(parts) and len(parts) == self._sessions_before
-        since = now - self._last_step_s if self._last_step_s is not None else now - began
-        if steady:
-            drafted = all(part.session.has_drafted for part in parts)
-            self.planner.observe(rows, len(parts), tokens, forward_s, since, drafted=drafted)
-        self._last_step_s = now if self.sessions else None
-        self._sessions_before = len(self.sessions) - len(self.preempted)
+        self.planner.finished(parts, tokens, len(self.sessions), forward_s, began, now)
 
     def audit(self) -> list[str]:
         """Holds the page books against the sessions; what is wrong is returned, logged and counted."""

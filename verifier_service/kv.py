@@ -13,7 +13,7 @@ Every method runs between two forwards: the pages that it gives back are in use 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from draftwood.errors import ResourceExhausted
 from draftwood.runtime.pages import FIRST_KEY, PagePool
@@ -68,8 +68,9 @@ class SessionPages:
 
     # --- around a step ---
 
-    def make_room(self, sessions: Sequence[Session], share: int) -> list[Session]:
-        """Pages for a step of ``sessions`` with up to ``share`` nodes each; returns those that had to give theirs up.
+    def make_room(self, sessions: Sequence[Session], share: Callable[[Session], int]) -> list[Session]:
+        """Pages for a step of ``sessions`` with up to ``share(session)`` nodes each; returns those that had to give up
+        theirs.
 
         A session whose text is still being computed takes over what others have published of it meanwhile. Nodes get
         pages that leave one for each session, and nobody is preempted for them.
@@ -89,7 +90,7 @@ class SessionPages:
         for session in staying:
             room = len(session.pages) * page - len(session.tokens)
             if session.tree.size - 1 > room and session.decoding:
-                nodes = min(session.tree.size - 1, session.request.max_nodes, share)
+                nodes = min(session.tree.size - 1, share(session))
                 more = max(0, min(spare, self._pool.pages_for(nodes - room)))
                 session.pages += self._take(more)
                 spare -= more

@@ -1,8 +1,12 @@
-"""Which sessions step when, and with which rows."""
+"""Which sessions step when, and with which rows. Pure: clock times, counts and trees come in, parts of a step go out.
+
+share    nodes that one session may have verified in a step.
+budget   nodes that drafts are asked for next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +16,9 @@ from draftwood import tree as tt
 from draftwood.config import VerifierSettings
 from draftwood.runtime.batch import Rows
 from draftwood.tree import BoolArray, IndexArray, TokenTree
+from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split
 from verifier_service.session import Session
-from verifier_service.width import SpeculationGate, StepTimes, admit
+from verifier_service.width import Outlook, Policy, SpeculationGate, StepTimes, admit
 
 PROBE_STEPS = 32
 """Steps without a node, though there were some to verify, after which one step takes them all to measure it anew."""
@@ -21,13 +26,29 @@ PROBE_STEPS = 32
 BASELINE_STEPS = 24
 """Steps with drafts after which one goes without, to keep the baseline current."""
 
+CLEAR_ADVANTAGE = 1.25
+"""From here on the baseline matters little, and steps without drafts are four times as rare."""
+
 LOAD_BAND = 1.7
 """The load level stays while the number of sessions is within this factor of what it was."""
+
+GATHER_STEPS = 1.0
+"""Longest wait of ready sessions for others, in plain steps: about what one step for all saves over two."""
+
+LATE = 1.5
+"""A tree is expected within so many times the usual round."""
+
+LEAST_WAIT_S = 0.01
+"""Wait for drafts that are usually quicker than a third of it."""
 
 LONGEST_STEP_S = 2.0
 """A longer time between two steps was a pause, not a step."""
 
-WaitLimit = Callable[[Session], float]
+FIRST_BUDGET = 16
+LEAST_BUDGET = 3
+
+UsualRound = Callable[[Session], float]
+"""Seconds that the slowest of a session's drafts usually takes from commit to complete tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,101 +65,171 @@ class Part:
     kept: IndexArray
     wanted: int
 
+    @property
+    def decodes(self) -> bool:
+        """The anchor and nodes; else a chunk of prefill."""
+        return self.rows.logits_from == 0
+
 
 class Planner:
     """Decides when to step, who is in it, and how wide."""
 
+    gather_steps = GATHER_STEPS
+
     def __init__(self, settings: VerifierSettings, times: StepTimes) -> None:
         self._settings = settings
         self.times = times
-        self._gates: dict[int, SpeculationGate] = {}  # by load level
+        self.policy = Policy()
+        self._prefill_cost = PrefillCost()
+        self.gate = SpeculationGate()
+        self.outlook = Outlook(settings.max_nodes)
         self._load = 1
         self._load_sessions = 1
-        self._running = 0
+        self._decoding = 1  # sessions, whether in the step or waiting for drafts
+        self._weights = 0
+        self._turn = 0  # steps planned
+        self._served = 0  # parts planned
         self._gathering_since: float | None = None
         self._narrow_steps = 0
         self._since_plain = 0
+        self._last_step_s: float | None = None
+        self._expected = 0.0  # tokens of the step that runs
+        self._prefilling = 0  # sessions
+        self._least_chunk = 0  # rows that are theirs in any case
 
-    @property
-    def gate(self) -> SpeculationGate:
-        """Whether drafts pay at the present load."""
-        return self._gates.setdefault(self._load, SpeculationGate())
+    # --- load and shares ---
 
-    @property
-    def share(self) -> int:
+    def share_among(self, sessions: Iterable[Session]) -> None:
+        """Notes who is running, to share a step's nodes among them."""
+        self._weights = sum(s.request.weight for s in sessions)
+
+    def share(self, session: Session) -> int:
         """Nodes that one session may have verified in a step."""
-        most = self._settings.max_nodes
-        return (
-            min(most, self._settings.max_step_nodes // max(1, self._running)) if self._settings.max_step_nodes else most
-        )
+        most = self.policy.session_nodes(min(self._settings.max_nodes, session.request.max_nodes))
+        whole = self.policy.step_nodes(self._settings.max_step_nodes)
+        return most if whole is None else min(most, whole * session.request.weight // max(1, self._weights))
 
-    @property
-    def speculating(self) -> bool:
-        return self.share > 0 and (self._settings.width == "full" or self.gate.open)
+    def _follow_load(self, sessions: Sequence[Session]) -> None:
+        """The load level moves when the number of sessions has changed a good deal."""
+        self.share_among(sessions)
+        self._decoding = max(1, sum(s.decoding for s in sessions))
+        count = max(1, len(sessions))
+        if not self._load_sessions / LOAD_BAND <= count <= self._load_sessions * LOAD_BAND:
+            self._load_sessions, self._load = count, count.bit_length()
 
-    def due(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> float | None:
-        """Clock time of the next step: now if all are ready; a ready one waits for others half a step at most."""
+    # --- when ---
+
+    def wait_limit(self, usual_round_s: float) -> float:
+        """Longest wait for a session's drafts after its last commit, seconds."""
+        return min(self._settings.draft_wait_ms / 1e3, max(LEAST_WAIT_S, 3 * usual_round_s))
+
+    def due(self, now: float, sessions: Sequence[Session], usual_round: UsualRound) -> float | None:
+        """Clock time of the next step: now if all are ready.
+
+        Ready ones wait for those whose trees should be there within ``GATHER_STEPS``. Prefill goes along with decoding
+        sessions and has no step of its own while there are some.
+        """
         if not sessions:
             self._gathering_since = None
             return None
-        deadlines = [s.committed_s + wait_limit(s) for s in sessions if s.decoding and s.awaited()]
-        if not deadlines:
+        decoding = [s for s in sessions if s.decoding]
+        rounds = [(s.committed_s, usual_round(s)) for s in decoding if s.awaited()]
+        if not rounds:
             return now
-        if len(deadlines) == len(sessions):
-            return min(deadlines)
+        first_deadline = min(committed_s + self.wait_limit(round_s) for committed_s, round_s in rounds)
+        if len(rounds) == len(decoding):
+            return first_deadline
         self._gathering_since = now if self._gathering_since is None else self._gathering_since
-        gather_s = 0.5 * float(self.times(np.array([len(sessions)]), self._load)[0])
-        return min(*deadlines, self._gathering_since + gather_s)
+        gather_s = self.gather_steps * float(self.times(np.array([len(decoding)]), self._load)[0])
+        expected = [committed_s + LATE * round_s for committed_s, round_s in rounds]
+        soon = [at for at in expected if now < at <= self._gathering_since + gather_s]
+        return min(first_deadline, max(soon, default=now))
 
-    def plan(self, now: float, sessions: Sequence[Session], wait_limit: WaitLimit) -> list[Part]:
-        """The parts of the step that runs now; decoding sessions first, then prefill while rows are left."""
+    # --- who ---
+
+    def plan(self, now: float, sessions: Sequence[Session], usual_round: UsualRound) -> list[Part]:
+        """The parts of the step that runs now: decoding sessions first, then prefill as far as it delays them little.
+
+        Where rows are scarce, who has waited longest goes first.
+        """
         self._gathering_since = None
-        ready = [s for s in sessions if not s.decoding or not s.awaited() or now >= s.committed_s + wait_limit(s)]
-        decoding = [s for s in ready if s.decoding][: self._settings.max_step_tokens]
-        self.follow_load(len(sessions))
-        left = self._settings.max_step_tokens - len(decoding)
-        parts = self._decode_parts(decoding, left)
-        left -= sum(part.tree.size - 1 for part in parts)
-        in_the_making: set[bytes] = set()
-        for session in (s for s in ready if not s.decoding):
-            # Whoever's next page another one completes in this step finds it published in the next.
-            if left > 0 and in_the_making.isdisjoint(session.keys[session.published :][:1]):
-                parts.append(_prefill_part(session, left))
-                left -= len(parts[-1].rows.token)
-                full = (session.cached + len(parts[-1].rows.token)) // self._settings.page_tokens
-                in_the_making.update(session.keys[session.published : full])
+        self._turn += 1
+        self._follow_load(sessions)
+        ready = [s for s in sessions if self._is_ready(s, now, usual_round)]
+        ready.sort(key=lambda s: s.served)
+        prefilling = _one_a_page([s for s in ready if not s.decoding])
+        most = self._settings.max_step_tokens
+        kept_for_prefill = min(LEAST_CHUNK, most // 2, sum(s.pending for s in prefilling))
+        decoding = [s for s in ready if s.decoding][: most - kept_for_prefill]
+        self._prefilling, self._least_chunk = len(prefilling), kept_for_prefill
+        parts = self._decode_parts(decoding, most - kept_for_prefill - len(decoding))
+        if prefilling:
+            rows = sum(len(part.rows.token) for part in parts)
+            others = max(rows, sum(s.decoding for s in sessions))
+            parts += self._prefill_parts(prefilling, others, most - rows)
+        for part in parts:
+            self._served += 1
+            part.session.served = self._served
         return parts
 
-    def follow_load(self, sessions: int) -> None:
-        """Notes the load; its level moves only when the number of sessions has changed a good deal."""
-        self._running = sessions
-        if not self._load_sessions / LOAD_BAND <= max(1, sessions) <= self._load_sessions * LOAD_BAND:
-            self._load_sessions = max(1, sessions)
-            self._load = self._load_sessions.bit_length()
+    def _is_ready(self, session: Session, now: float, usual_round: UsualRound) -> bool:
+        if not session.decoding or not session.awaited():
+            return True
+        return now >= session.committed_s + self.wait_limit(usual_round(session))
 
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
         candidates = [self._candidates(s) for s in sessions]
         reach = [r[1:] for _, _, r in candidates]
+        self.outlook.observe(reach)
         lowest = self._lowest_admitted(reach)
+        self._expected = len(sessions) + sum(float(np.exp(r[r >= lowest]).sum()) for r in reach)
+        keeps = [np.nonzero(log_reach >= lowest)[0] for _, _, log_reach in candidates]
+        nodes = [len(keep) - 1 for keep in keeps]
+        if sum(nodes) > spare_rows:
+            nodes = fair_split(nodes, spare_rows, self._turn)
+            keeps = [tt.best(tree, n) for (tree, _, _), n in zip(candidates, nodes, strict=True)]
         parts = []
-        for session, (tree, kept, log_reach) in zip(sessions, candidates, strict=True):
-            keep = np.nonzero(log_reach >= lowest)[0][: spare_rows + 1]
-            spare_rows -= len(keep) - 1
+        for session, keep, (tree, kept, _) in zip(sessions, keeps, candidates, strict=True):
             wanted = 1 + len(keep) * 4 // 3 if len(keep) < tree.size else 2 + 2 * tree.size
-            parts.append(_decode_part(session, tt.select(tree, keep), kept[keep], wanted))
+            chosen = tree if len(keep) == tree.size else tt.select(tree, keep)
+            parts.append(_decode_part(session, chosen, kept[keep], wanted))
         return parts
+
+    def _prefill_parts(self, sessions: Sequence[Session], decode_rows: int, most_rows: int) -> list[Part]:
+        """A chunk that delays the decoding sessions little, shared evenly; no part of a chunk is tiny."""
+        if decode_rows:
+            curve = self.times(decode_rows + np.arange(most_rows + 1), self._load)
+            most_rows = self._prefill_cost.chunk(curve)
+        sessions = sessions[: max(1, most_rows // LEAST_CHUNK)]
+        counts = fair_split([s.pending for s in sessions], most_rows, self._turn)
+        return [_prefill_part(s, count) for s, count in zip(sessions, counts, strict=True) if count]
+
+    # --- how wide ---
+
+    def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, NDArray[np.float64]]:
+        """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
+        tree = session.tree.tree()
+        reach = tt.log_survival(tree)
+        kept = np.arange(tree.size)
+        room = max(0, min(session.remaining - 1, self._settings.max_depth))
+        if tree.size - 1 > room:
+            kept = np.nonzero(tt.depths(tree) <= room)[0]
+        if len(kept) - 1 > (share := min(self.share(session), session.node_room)):
+            kept = kept[tt.best(tt.select(tree, kept), share, reach[kept])]
+        reach = reach[kept]
+        reach[0] = np.inf
+        return tree if len(kept) == tree.size else tt.select(tree, kept), kept, reach
 
     def _lowest_admitted(self, log_reach: Sequence[NDArray[np.float64]]) -> float:
         """Log survival from which on nodes are verified in this step."""
-        if not self.share:
-            return np.inf
+        nodes = sum(map(len, log_reach))
         if self._settings.width == "full":
             return -np.inf
-        if not self.gate.open or self._baseline_is_due():
+        if not nodes or not self.gate.open or self._baseline_is_due():
             return np.inf
-        rows = len(log_reach) + np.arange(1 + sum(map(len, log_reach)))
-        lowest = admit(log_reach, self.times(rows, self._load), self.gate.overhead_s)
-        self._narrow_steps = self._narrow_steps + any(map(len, log_reach)) if lowest == np.inf else 0
+        rows = len(log_reach) + self._least_chunk + np.arange(1 + nodes)
+        lowest = admit(log_reach, self.times(rows, self._load), self.outlook.overhead_s, self._prefilling)
+        self._narrow_steps = self._narrow_steps + 1 if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
             return lowest
         self._narrow_steps = 0
@@ -147,34 +238,75 @@ class Planner:
     def _baseline_is_due(self) -> bool:
         """Now and then one step goes plain, so that what drafts are held against is known and current."""
         self._since_plain += 1
-        if self._since_plain > BASELINE_STEPS or not self.times.knows_plain(self._load):
+        often = self.gate.advantage < CLEAR_ADVANTAGE
+        if self._since_plain > BASELINE_STEPS * (1 if often else 4) or not self.times.knows_plain(self._load):
             self._since_plain = 0
             return True
         return False
 
-    def _candidates(self, session: Session) -> tuple[TokenTree, IndexArray, np.ndarray]:
-        """The session's best nodes that its text has room for: tree, indices in the live tree, log survivals."""
-        tree = session.tree.tree()
-        room = min(session.remaining - 1, self._settings.max_depth)
-        shallow = np.nonzero(tt.depths(tree) <= max(0, room))[0]
-        tree = tt.select(tree, shallow)
-        kept = tt.best(tree, min(self.share, session.request.max_nodes, session.node_room))
-        tree = tt.select(tree, kept)
-        reach = tt.log_survival(tree)
-        reach[0] = np.inf
-        return tree, shallow[kept], reach
+    def budget(self, session: Session, wanted: float) -> int:
+        """Nodes to ask the session's drafts for, given what it could use; 0: none for now."""
+        if session.remaining <= 1 or not (self._settings.width == "full" or self.gate.open):
+            return 0
+        return min(self.share(session), max(LEAST_BUDGET, round(wanted)))
 
-    def observe(
-        self, rows: int, sessions: int, tokens: int, forward_s: float, since_last_s: float, *, drafted: bool
+    def next_budget(self, part: Part) -> int:
+        """The session's budget behind a step, smoothed."""
+        old = part.session.budget
+        return self.budget(part.session, 0.7 * old + 0.3 * part.wanted if old else FIRST_BUDGET)
+
+    # --- what came of it ---
+
+    def finished(
+        self, parts: Sequence[Part], tokens: int, sessions_left: int, forward_s: float, began: float, now: float
     ) -> None:
-        """Learns from a step in which every session decoded: its time and, if drafts served it, whether they paid."""
-        plain = rows == sessions
-        self.times.observe(rows, forward_s, self._load, plain=plain)
-        if drafted and since_last_s < LONGEST_STEP_S:
-            plain_s = self.times.plain(sessions, self._load)
-            if not plain:
-                plain_s *= self.times.drift(rows, forward_s, self._load)
-            self.gate.record(tokens, since_last_s, forward_s, sessions / plain_s)
+        """Learns from a step that began and ended then, wrote ``tokens`` and leaves ``sessions_left`` running."""
+        since_last_s = now - self._last_step_s if self._last_step_s is not None else now - began
+        self._last_step_s = now if sessions_left else None
+        decoding = [part for part in parts if part.decodes]
+        if not decoding:
+            return
+        rows, decode_rows = (sum(len(part.rows.token) for part in some) for some in (parts, decoding))
+        prefill_s = 0.0
+        if decode_rows < rows:
+            without_s, with_s = self.times(np.array([decode_rows, rows]), self._load).tolist()
+            self._prefill_cost.observe(without_s, with_s, forward_s)
+            prefill_s = forward_s * (1 - without_s / with_s)
+        else:
+            self.times.observe(rows, forward_s, self._load, plain=rows == len(parts))
+        if self._settings.width == "adaptive":
+            prefilled = sum(not part.decodes and part.rows.logits_from < len(part.rows.token) for part in parts)
+            self._judge(decoding, tokens - prefilled, since_last_s, forward_s, prefill_s)
+
+    def _judge(self, parts: Sequence[Part], tokens: int, seconds: float, forward_s: float, prefill_s: float) -> None:
+        """Whether drafts pay: what the step was expected to write, which varies less than what it wrote."""
+        others = self._prefilling
+        predicted = self.outlook.advantage(self._decoding, others, self._least_chunk, self.times, self._load)
+        drafted = [part.session.has_drafted for part in parts if part.session.drafts]
+        if drafted and all(drafted) and self.gate.open and seconds < LONGEST_STEP_S:
+            rows = sum(part.tree.size for part in parts)
+            plain_s = self.times.plain(self._decoding, self._load)
+            if rows > len(parts):
+                plain_s *= self.times.drift(rows, forward_s - prefill_s, self._load)
+                self.outlook.observe_tokens(tokens, self._expected)
+            self.outlook.observe_overhead(seconds - forward_s)
+            work, plain_work = self._expected * self.outlook.truth + others, self._decoding + others
+            self.gate.record(work / plain_work * (plain_s + prefill_s) / seconds, predicted)
+        self.gate.step(predicted)
+
+    def paused(self) -> None:
+        """The time until the next step is not that step's."""
+        self._last_step_s = None
+
+
+def _one_a_page(sessions: Sequence[Session]) -> list[Session]:
+    """Sessions that prefill, without those whose next page another one will have sooner: they share it then."""
+    nearest: dict[bytes, Session] = {}
+    for session in sessions:
+        for key in session.keys[session.published :][:1]:
+            if key not in nearest or session.cached > nearest[key].cached:
+                nearest[key] = session
+    return [s for s in sessions if all(nearest[key] is s for key in s.keys[s.published :][:1])]
 
 
 def _decode_part(session: Session, tree: TokenTree, kept: IndexArray, wanted: int) -> Part:
@@ -183,8 +315,7 @@ def _decode_part(session: Session, tree: TokenTree, kept: IndexArray, wanted: in
     return Part(session, rows, tree, kept, wanted)
 
 
-def _prefill_part(session: Session, most_rows: int) -> Part:
-    count = min(session.pending, most_rows)
+def _prefill_part(session: Session, count: int) -> Part:
     at = np.arange(session.cached, session.cached + count, dtype=np.int32)
     token = np.array(session.tokens[session.cached : session.cached + count], np.int32)
     visible: BoolArray = np.tri(count, dtype=np.bool_)

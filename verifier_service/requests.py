@@ -13,6 +13,7 @@ from draftwood.stop_strings import StopStrings
 from draftwood.v1 import verifier_pb2 as pb
 from verifier_service.session import GenerateRequest
 
+LONGEST_DEADLINE_MS = 3_600_000
 ROLES = ("system", "user", "assistant")
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -62,6 +63,9 @@ def check_request(
     if resumed.count < len(resume):
         message_ = f"{len(resume)} tokens to resume from, but the text ends after {resumed.count}"
         raise InvalidArgument("RESUME", message_, field="generation.resume_tokens")
+    if generation.deadline_ms > LONGEST_DEADLINE_MS:
+        message_ = f"a deadline of {generation.deadline_ms} ms; at most {LONGEST_DEADLINE_MS} ms may be asked for"
+        raise InvalidArgument("DEADLINE_TOO_LONG", message_, field="generation.deadline_ms")
     speculation = generation.speculation
     nodes = min(max_nodes, speculation.max_nodes or max_nodes)
     request = GenerateRequest(
@@ -74,6 +78,7 @@ def check_request(
         0 if speculation.disabled else nodes,
         _top_logprobs(generation.sampling, token_count),
         text=text if stops else None,
+        deadline_ms=generation.deadline_ms,
     )
     return CheckedRequest(request, text, resumed)
 

@@ -32,6 +32,7 @@ from verifier_service.engine import Engine, Outcome
 from verifier_service.requests import check_request
 from verifier_service.session import Emitted, Ended, Stats, TokenLogprobs
 from verifier_service.speculation import DraftLink, Target
+from verifier_service.width import Policy
 
 log = get_logger(__name__)
 
@@ -299,6 +300,17 @@ class VerifierServer:
             device=str(runtime.device),
         )
         return verifier_pb2.VerifierServiceGetModelInfoResponse(model=model)
+
+    async def SetPolicy(
+        self, request: verifier_pb2.VerifierServiceSetPolicyRequest, context: Any
+    ) -> verifier_pb2.VerifierServiceSetPolicyResponse:
+        engine, asked = self.loaded.engine, request.policy
+        policy = Policy(
+            asked.max_session_nodes if asked.HasField("max_session_nodes") else None,
+            asked.max_step_nodes if asked.HasField("max_step_nodes") else None,
+        )
+        await asyncio.wrap_future(self._worker.call(lambda: engine.set_policy(policy)))
+        return verifier_pb2.VerifierServiceSetPolicyResponse()
 
     async def WatchLoad(
         self, request: verifier_pb2.VerifierServiceWatchLoadRequest, context: Any

@@ -17,6 +17,7 @@ from draftwood.sampling import SamplingParams
 from verifier_service.live_tree import LiveTree
 
 MISSES_UNTIL_LAGGING = 3
+URGENT_WEIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class GenerateRequest:
     max_nodes: int
     top_logprobs: int | None = None  # alternatives to report with each token's log probability; None: report neither
     text: TextStream | None = None  # searched for stop strings; knows of ``resume``, the engine feeds it what follows
+    deadline_ms: int = 0  # from its arrival; 0: none
+
+    @property
+    def weight(self) -> int:
+        """Parts of a step's nodes, where they are shared."""
+        return URGENT_WEIGHT if self.deadline_ms else 1
 
 
 @dataclass(slots=True)
@@ -110,6 +117,7 @@ class Session:
     node_room: int = 0  # nodes that the pages have room for in the next step
     drafts: dict[int, AttachedDraft] = field(default_factory=dict)  # by link
     committed_s: float = 0.0  # when the last commit went out
+    served: int = 0  # the higher, the later it was in a step
     budget: int = 0  # nodes asked of the drafts for this round
     stats: Stats = field(default_factory=Stats)
     history: History | None = field(init=False, default=None)  # None: nothing processes the logits

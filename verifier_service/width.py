@@ -12,7 +12,7 @@ admission argument of DSpark, carried over to trees). Survival falls along paths
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,39 @@ from numpy.typing import NDArray
 SLOW = 0.02
 """Weight of one step in the usual time of steps with nodes, once there are many."""
 
+DWELL_STEPS = 12
+"""Steps for which drafts stay on or off at least."""
+
+SHUT_BELOW, OPEN_ABOVE = 1.02, 1.05
+"""Advantages over plain decoding at which drafts are switched off and on."""
+
+SETTLING_STEPS = 3
+"""Steps after switching on that do not count: drafts catch up, their scores are not calibrated."""
+
+SMOOTH, FOLLOW = 0.1, 0.15
+"""Weights of one step in the running means, and in the one that follows the load."""
+
+PRIOR_TOKENS, TOKEN_STEPS = 64.0, 256
+"""Tokens that are taken to have come as expected at first, and steps over which those written are counted."""
+
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Caps that the router sets on top of the verifier's own settings; None: no cap, 0: plain decoding."""
+
+    max_session_nodes: int | None = None
+    max_step_nodes: int | None = None
+
+    def session_nodes(self, own: int) -> int:
+        """Most nodes of one session in a step, ``own`` being the verifier's limit."""
+        return own if self.max_session_nodes is None else min(own, self.max_session_nodes)
+
+    def step_nodes(self, own: int) -> int | None:
+        """Most nodes of a step, ``own`` being the verifier's limit (0: none); None: no limit."""
+        caps = [cap for cap in (own or None, self.max_step_nodes) if cap is not None]
+        return min(caps, default=None)
 
 
 class StepTimes:
@@ -53,7 +85,7 @@ class StepTimes:
 
     def __call__(self, rows: NDArray[np.int64], load: int) -> NDArray[np.float64]:
         """Seconds of steps over ``rows`` rows at a load level."""
-        return self._measured(rows) * self._factors.get(load, 1.0)
+        return self._measured(rows) * _nearest(self._factors, load, 1.0)
 
     def knows_plain(self, load: int) -> bool:
         """Whether a plain step has been seen at this load level."""
@@ -61,7 +93,7 @@ class StepTimes:
 
     def plain(self, sessions: int, load: int) -> float:
         """Seconds of a step of plain decoding."""
-        factor = self._plain_factors.get(load, self._factors.get(load, 1.0))
+        factor = _nearest(self._plain_factors, load, _nearest(self._factors, load, 1.0))
         return float(self._measured(np.array([sessions]))[0]) * factor
 
     def drift(self, rows: int, seconds: float, load: int) -> float:
@@ -81,13 +113,22 @@ class StepTimes:
         return out
 
 
+def _nearest(factors: dict[int, float], load: int, default: float) -> float:
+    """The factor of the load level, or of the one next to it that is known."""
+    return factors[min(factors, key=lambda known: abs(known - load))] if factors else default
+
+
 def _follow(mean: float, seen: float, weight: float, most: float) -> float:
     """Moves a running mean towards what was seen, which counts as ``most`` times the mean at most."""
     return mean + weight * (min(seen, most * mean) - mean)
 
 
-def admit(log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64], overhead_s: float) -> float:
+def admit(
+    log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64], overhead_s: float, prefilling: int = 0
+) -> float:
     """The nodes that pay, as the lowest log survival admitted (+inf: none).
+
+    A prefilling session's chunk counts like a token: nodes make it wait, too.
 
     ``log_reach[s]`` are the log survivals of session s's nodes, the anchor left out; ``step_s[n]`` is the time of a
     step with n nodes, for n from 0 to all of them; ``overhead_s`` is what it costs besides (waiting, host work).
@@ -96,57 +137,105 @@ def admit(log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64],
         return np.inf
     reach = np.concatenate(log_reach)
     order = np.argsort(-reach, kind="stable")
-    gain = len(log_reach) + np.concatenate([[0.0], np.cumsum(np.exp(reach[order]))])
+    gain = len(log_reach) + prefilling + np.concatenate([[0.0], np.cumsum(np.exp(reach[order]))])
     count = int(np.argmax(gain / (step_s + overhead_s)))
     return float(reach[order[count - 1]]) if count else np.inf
 
 
+class Outlook:
+    """What drafts would be worth at any load: the advantage over plain decoding that T and the usual trees predict."""
+
+    def __init__(self, most_nodes: int) -> None:
+        self.overhead_s = 0.0  # what a step with drafts costs besides the forward, mean of the last ones
+        self._written, self._expected = PRIOR_TOKENS, PRIOR_TOKENS  # tokens of the last few hundred steps with nodes
+        self._gain = np.zeros(most_nodes + 1)  # by width: tokens that a session's nodes add to a step
+        self._looks = 0
+
+    def observe(self, log_reach: Sequence[NDArray[np.float64]]) -> None:
+        """Learns from the candidates of one step: the log survivals of each session's nodes."""
+        known = [np.cumsum(np.exp(np.sort(reach)[::-1])) for reach in log_reach if len(reach)]
+        if not known:
+            return
+        seen = np.zeros_like(self._gain)
+        for gain in known:
+            seen[1 : len(gain) + 1] += gain
+            seen[len(gain) + 1 :] += np.maximum(gain[-1], self._gain[len(gain) + 1 :])
+        self._looks += 1
+        self._gain += max(SMOOTH, 1 / self._looks) * (seen / len(known) - self._gain)
+
+    @property
+    def truth(self) -> float:
+        """Tokens written for each one expected: the best of many estimates are more often too high than too low."""
+        return self._written / self._expected
+
+    def observe_tokens(self, written: int, expected: float) -> None:
+        keep = 1 - 1 / TOKEN_STEPS
+        self._written, self._expected = self._written * keep + written, self._expected * keep + expected
+
+    def observe_overhead(self, seconds: float) -> None:
+        self.overhead_s += SMOOTH * (max(0.0, seconds) - self.overhead_s)
+
+    def advantage(self, sessions: int, prefilling: int, chunk: int, times: StepTimes, load: int) -> float:
+        """Work a second with drafts over that without, at so many decoding and prefilling sessions (see ``admit``)."""
+        with_chunk, without = times(np.array([sessions + chunk, sessions]), load)
+        plain_s = times.plain(sessions, load) + max(0.0, float(with_chunk - without))
+        rows = sessions * (1 + np.arange(len(self._gain))) + chunk
+        work = sessions * (1 + self._gain) + prefilling
+        best = np.max(work / (times(rows, load) + self.overhead_s))
+        return float(best) * plain_s / (sessions + prefilling)
+
+
 @dataclass
 class SpeculationGate:
-    """Switches drafts off while they do not pay, all costs counted, and tries again after a while. One a load level.
+    """Switches drafts off while they do not pay, all costs counted, and tries again after a while.
 
-    The measured tokens per second of steps with drafts are held against sessions / T(sessions), what plain decoding
-    would give. A choice is held for ``dwell`` steps, twice as long after each failed trial (vllm#49548 shows what the
-    lack of such a hold does).
+    The advantage is the predicted one at the present load, times how far the steps with drafts have fallen short of
+    their predictions. Drafts go off below ``SHUT_BELOW`` and on above ``OPEN_ABOVE``, and every choice is held for
+    ``DWELL_STEPS`` (vllm#49548 shows what the lack of such a hold does). As drafts that are off teach nothing, they
+    are tried again after ``first_hold`` steps, and after twice as many each time that fails.
     """
 
-    trial_steps: int = 16
-    settling_steps: int = 3  # not counted at the start of a trial: drafts catch up, their scores are not calibrated
-    first_dwell: int = 32
-    longest_dwell: int = 512
-    worth: float = 1.0
-    overhead_s: float = 0.0  # what a step with drafts costs besides the forward, mean of the last ones
-    _tokens: float = 0.0
-    _plain: float = 0.0
-    _steps: int = 0
-    _settled: int = 0
+    first_hold: int = 160
+    longest_hold: int = 1280
+    open: bool = True
+    advantage: float = 1.0  # at the present load
+    _steps: int = 0  # since the last change
+    _settling: int = SETTLING_STEPS
     _hold: int = 0
-    _dwell: int = field(default=0)
+    _records: int = 0  # since it was opened
+    _measured: float = 0.0  # logs, means of the last steps with drafts
+    _predicted: float = 0.0
+    _smooth: float | None = None  # log advantage
 
-    @property
-    def open(self) -> bool:
-        return self._hold == 0
-
-    @property
-    def advantage(self) -> float:
-        """Tokens of recent steps with drafts over what plain decoding would have given in the same time."""
-        return self._tokens / self._plain if self._plain else 1.0
-
-    def record(self, tokens: int, seconds: float, forward_s: float, plain_rate: float) -> None:
-        """One finished step: tokens committed, seconds since the step before it, tokens/s of plain decoding."""
-        if not self.open:
-            self._hold -= 1
+    def record(self, measured: float, predicted: float) -> None:
+        """A step with drafts: its tokens over those of plain decoding in that time, and what had been predicted."""
+        if not self.open or self._settling:
+            self._settling = max(0, self._settling - 1)
             return
-        if self._settled < self.settling_steps:
-            self._settled += 1
-            return
-        self.overhead_s += 0.1 * (max(0.0, seconds - forward_s) - self.overhead_s)
-        keep = 1 - 1 / self.trial_steps
-        self._tokens = self._tokens * keep + tokens
-        self._plain = self._plain * keep + seconds * plain_rate
+        self._records += 1
+        weight = max(SMOOTH, 1 / self._records)
+        self._measured += weight * (float(np.log(max(measured, 0.05))) - self._measured)
+        self._predicted += weight * (float(np.log(predicted)) - self._predicted)
+
+    def step(self, predicted: float) -> None:
+        """One step has passed; ``predicted`` is the advantage predicted at the load of now."""
         self._steps += 1
-        if self._steps >= self.trial_steps and self.advantage < self.worth:
-            self._dwell = min(self.longest_dwell, max(self.first_dwell, 2 * self._dwell))
-            self._hold, self._steps, self._settled, self._tokens, self._plain = self._dwell, 0, 0, 0.0, 0.0
-        elif self._steps >= 8 * self.trial_steps:
-            self._dwell = 0
+        now = float(np.log(predicted)) + self._measured - self._predicted
+        self._smooth = now if self._smooth is None else self._smooth + FOLLOW * (now - self._smooth)
+        self.advantage = float(np.exp(self._smooth))
+        if self._steps < DWELL_STEPS or (self.open and self._records < DWELL_STEPS - SETTLING_STEPS):
+            return
+        doubt = 0.05 if self._records < 2 * DWELL_STEPS else 0.0
+        if self.open and self.advantage < SHUT_BELOW - doubt:
+            self._hold = min(self.longest_hold, max(self.first_hold, 2 * self._hold))
+            self._change()
+        elif not self.open and (self.advantage > OPEN_ABOVE or self._steps >= self._hold):
+            self._hold = 0 if self.advantage > OPEN_ABOVE else self._hold
+            self._change()
+        elif self.open and self._steps >= 8 * DWELL_STEPS:
+            self._hold = 0
+
+    def _change(self) -> None:
+        self.open, self._steps = not self.open, 0
+        if self.open:
+            self._records, self._settling = 0, SETTLING_STEPS

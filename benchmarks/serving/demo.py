@@ -44,11 +44,14 @@ async def main() -> bool:
         async with DraftwoodClient(cluster.address) as client:
             runs = [judge(await compare(console, client, TOKENS)) for _ in range(3)]
             for _ in range(SETTLING_ROUNDS):
-                await _clients(client, speculate=True)
+                await serve_clients(client, len(PROMPTS), PROMPTS_EACH, speculate=True)
             pairs = []
             for k in range(ROUNDS):
                 order = (True, False) if k % 2 == 0 else (False, True)
-                seen = {speculate: await _clients(client, speculate=speculate) for speculate in order}
+                seen = {
+                    speculate: await serve_clients(client, len(PROMPTS), PROMPTS_EACH, speculate=speculate)
+                    for speculate in order
+                }
                 pairs.append((seen[True], seen[False]))
     finally:
         await cluster.stop()
@@ -73,15 +76,17 @@ async def main() -> bool:
     return write("demo", checks, details)
 
 
-async def _clients(client: DraftwoodClient, *, speculate: bool) -> tuple[float, list[list[int]]]:
-    """Eight clients with three prompts each: seconds until all are answered, and their tokens."""
+async def serve_clients(
+    client: DraftwoodClient, count: int, prompts_each: int, *, speculate: bool
+) -> tuple[float, list[list[int]]]:
+    """So many clients with some prompts each, sent in a row: seconds until all are answered, and their tokens."""
 
     async def one(first: int) -> list[list[int]]:
-        own = [PROMPTS[(first + k) % len(PROMPTS)] for k in range(PROMPTS_EACH)]
+        own = [PROMPTS[(first + k) % len(PROMPTS)] for k in range(prompts_each)]
         return [await _answer(client, prompt, speculate) for prompt in own]
 
     began = time.perf_counter()
-    answers = await asyncio.gather(*(one(k) for k in range(len(PROMPTS))))
+    answers = await asyncio.gather(*(one(k) for k in range(count)))
     return time.perf_counter() - began, [tokens for client_answers in answers for tokens in client_answers]
 
 

@@ -90,6 +90,24 @@ class VerifierServiceWatchLoadResponse(_message.Message):
     preemptions: int
     def __init__(self, incarnation: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., step_ms: _Optional[float] = ..., width: _Optional[float] = ..., draining: _Optional[bool] = ..., nodes_stale: _Optional[int] = ..., growths_refused: _Optional[int] = ..., cached_pages: _Optional[int] = ..., preempted: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
+class VerifierServiceSetPolicyRequest(_message.Message):
+    __slots__ = ("policy",)
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: Policy
+    def __init__(self, policy: _Optional[_Union[Policy, _Mapping]] = ...) -> None: ...
+
+class VerifierServiceSetPolicyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Policy(_message.Message):
+    __slots__ = ("max_session_nodes", "max_step_nodes")
+    MAX_SESSION_NODES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_NODES_FIELD_NUMBER: _ClassVar[int]
+    max_session_nodes: int
+    max_step_nodes: int
+    def __init__(self, max_session_nodes: _Optional[int] = ..., max_step_nodes: _Optional[int] = ...) -> None: ...
+
 class ModelInfo(_message.Message):
     __slots__ = ("name", "incarnation", "tokenizer", "caps", "dtype", "device")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -127,7 +145,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Generation(_message.Message):
-    __slots__ = ("text", "chat", "token_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "speculation", "resume_tokens", "stop", "include_stop_str_in_output", "skip_special_tokens", "n")
+    __slots__ = ("text", "chat", "token_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "speculation", "resume_tokens", "stop", "include_stop_str_in_output", "skip_special_tokens", "n", "deadline_ms")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +159,7 @@ class Generation(_message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: Chat
     token_ids: TokenIds
@@ -154,7 +173,8 @@ class Generation(_message.Message):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     n: int
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume_tokens: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ...) -> None: ...
+    deadline_ms: int
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume_tokens: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "min_tokens", "logprobs", "top_logprobs")

@@ -55,6 +55,11 @@ class VerifierServiceStub:
                 request_serializer=draftwood_dot_v1_dot_verifier__pb2.VerifierServiceWatchLoadRequest.SerializeToString,
                 response_deserializer=draftwood_dot_v1_dot_verifier__pb2.VerifierServiceWatchLoadResponse.FromString,
                 _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/draftwood.v1.VerifierService/SetPolicy',
+                request_serializer=draftwood_dot_v1_dot_verifier__pb2.VerifierServiceSetPolicyRequest.SerializeToString,
+                response_deserializer=draftwood_dot_v1_dot_verifier__pb2.VerifierServiceSetPolicyResponse.FromString,
+                _registered_method=True)
 
 
 class VerifierServiceServicer:
@@ -88,6 +93,13 @@ class VerifierServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPolicy(self, request, context):
+        """Caps what is verified, for all sessions and until it is set anew. Decisions and texts stay the verifier's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +122,11 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.WatchLoad,
                     request_deserializer=draftwood_dot_v1_dot_verifier__pb2.VerifierServiceWatchLoadRequest.FromString,
                     response_serializer=draftwood_dot_v1_dot_verifier__pb2.VerifierServiceWatchLoadResponse.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=draftwood_dot_v1_dot_verifier__pb2.VerifierServiceSetPolicyRequest.FromString,
+                    response_serializer=draftwood_dot_v1_dot_verifier__pb2.VerifierServiceSetPolicyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +237,33 @@ class VerifierService:
             '/draftwood.v1.VerifierService/WatchLoad',
             draftwood_dot_v1_dot_verifier__pb2.VerifierServiceWatchLoadRequest.SerializeToString,
             draftwood_dot_v1_dot_verifier__pb2.VerifierServiceWatchLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/draftwood.v1.VerifierService/SetPolicy',
+            draftwood_dot_v1_dot_verifier__pb2.VerifierServiceSetPolicyRequest.SerializeToString,
+            draftwood_dot_v1_dot_verifier__pb2.VerifierServiceSetPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,52 @@
+"""How many rows of prefill go along with a step, and who gets them. Pure.
+
+A chunk is the largest that makes the step at most ``STRETCH`` times as long as it is without, but never less than
+``LEAST_CHUNK`` rows: decoding sessions keep their pace, and prefill always gets on (Sarathi-Serve, arXiv:2403.02310).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+STRETCH = 1.35
+LEAST_CHUNK = 8
+
+
+class PrefillCost:
+    """How many times what T(rows) says a row of prefill costs; behind a long prefix it is a good deal more."""
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+
+    def chunk(self, step_s: NDArray[np.float64]) -> int:
+        """Rows of prefill for a step that would take ``step_s[n]`` seconds with n of them, n from 0 to the most."""
+        extra_s = np.maximum.accumulate(step_s - step_s[0]) * self._factor
+        most = len(step_s) - 1
+        return min(most, max(LEAST_CHUNK, int(np.searchsorted(extra_s, (STRETCH - 1) * step_s[0], side="right")) - 1))
+
+    def observe(self, without_s: float, expected_s: float, seen_s: float) -> None:
+        """A step with prefill took ``seen_s``; T(rows) says ``expected_s``, and ``without_s`` without prefill."""
+        expected = max(expected_s - without_s, 0.02 * without_s)
+        factor = float(np.clip((seen_s - without_s) / expected, 0.25, 50.0))
+        self._factor += 0.3 * (min(factor, 4 * self._factor) - self._factor)
+
+
+def fair_split(wanted: Sequence[int], total: int, first: int = 0) -> list[int]:
+    """Max-min fair: nobody gets more than wanted, and who gets less than another gets all it wanted.
+
+    Where an even split leaves a remainder, it goes one by one from number ``first`` (modulo their count) on.
+    """
+    got = [0] * len(wanted)
+    start = first % max(1, len(wanted))
+    hungry = [k for k in (*range(start, len(wanted)), *range(start)) if wanted[k] > 0]
+    while hungry and total:
+        each = total // len(hungry)
+        for k in hungry if each else hungry[:total]:
+            give = min(max(1, each), wanted[k] - got[k])
+            got[k] += give
+            total -= give
+        hungry = [k for k in hungry if got[k] < wanted[k]]
+    return got
