@@ -21,7 +21,7 @@ import grpc.aio
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted, Unavailable
 from draftwood.rpc.channel import open_channel
 from draftwood.rpc.status import from_rpc_error
-from draftwood.v1 import router_pb2, router_pb2_grpc, verifier_pb2
+from draftwood.v1 import draft_pb2, router_pb2, router_pb2_grpc, verifier_pb2
 from draftwood.wire import error_from_proto
 
 STATUS_TIMEOUT_S = 10.0
@@ -48,6 +48,8 @@ class Started:
     model: str
     seed: int
     prompt_tokens: int
+    rule: str = ""  # the one in force
+    lossy: bool = False  # drafts may change the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +177,18 @@ class DraftwoodClient:
         ignore_eos: bool = False,
         speculate: bool = True,
         max_nodes: int = 0,
+        rule: str = "",
     ) -> AsyncGenerator[Event]:
-        """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit."""
+        """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit.
+
+        ``rule`` says how guesses are accepted: "greedy", "shared_noise", "rejection", "typical"; empty: the server's.
+        """
         generation = verifier_pb2.Generation(
             sampling=verifier_pb2.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
-            speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes),
+            speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes, rule=_rule(rule)),
         )
         _set_prompt(generation, prompt)
         request = router_pb2.RouterServiceGenerateRequest(model=model, generation=generation)
@@ -229,6 +235,7 @@ class DraftwoodClient:
                             give_up = 0.0
                         if isinstance(event, Started):
                             request.generation.sampling.seed = event.seed
+                            request.generation.speculation.rule = _rule(event.rule)
                             if started:
                                 continue
                             started = True
@@ -284,6 +291,13 @@ def _set_prompt(generation: verifier_pb2.Generation, prompt: Prompt) -> None:
         raise InvalidArgument("PROMPT", "a prompt is a text, messages, or token ids", field="prompt")
 
 
+def _rule(name: str) -> draft_pb2.Rule:
+    number = getattr(draft_pb2, f"RULE_{name.upper() or 'UNSPECIFIED'}", None)
+    if number is None:
+        raise InvalidArgument("RULE", f"rule {name!r} is not known", field="rule")
+    return number  # type: ignore[no-any-return]
+
+
 def _check_and_keep(generation: verifier_pb2.Generation, chunk: Chunk) -> None:
     """Adds the chunk to what has been received. Raises Internal CHUNK_GAP if it does not fit behind it."""
     received = len(generation.resume_tokens)
@@ -295,7 +309,8 @@ def _check_and_keep(generation: verifier_pb2.Generation, chunk: Chunk) -> None:
 def _event(event: verifier_pb2.GenerationEvent) -> Event:
     if event.HasField("started"):
         started = event.started
-        return Started(started.session_id, started.model, started.seed, started.prompt_tokens)
+        rule = draft_pb2.Rule.Name(started.rule).removeprefix("RULE_").lower()
+        return Started(started.session_id, started.model, started.seed, started.prompt_tokens, rule, started.lossy)
     if event.HasField("chunk"):
         chunk = event.chunk
         return Chunk(chunk.offset, tuple(chunk.tokens), tuple(chunk.pieces), chunk.accepted)

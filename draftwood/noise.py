@@ -10,7 +10,7 @@ The integers come from the counter-based generator Philox4x32-10 (Salmon et al.,
 devices; rounded to float32, that almost never shows.
 
 Layout: key = (seed low, seed high); counter = (token // 4, 0, position low, position high); the token's 32-bit word is
-output token % 4. Word 1 of the counter is free for other streams of the same seed.
+output token % 4. Word 1 of the counter is the stream: 0 is the noise, others give uniform numbers (``uniform_rows``).
 """
 
 from __future__ import annotations
@@ -58,6 +58,20 @@ def gumbel_rows(seeds: Sequence[int], positions: Sequence[int], vocab: int, devi
 def gumbel(seed: int, position: int, vocab: int, device: torch.device | str) -> Tensor:
     """Standard Gumbel noise for the token at ``position``, float32 [vocab]; a larger vocabulary has the same prefix."""
     return gumbel_rows([seed], [position], vocab, device)[0]
+
+
+def uniform_rows(seeds: Sequence[int], positions: Sequence[int], count: int, stream: int) -> Tensor:
+    """Uniform numbers in [0, 1) of several (seed, position) pairs, float64 [pairs, count], of 53 bits each, on the CPU.
+
+    ``stream`` > 0 sets them apart from the noise and from other streams: counter = (number // 2, stream, position low,
+    position high), output words 0 and 1 make the even numbers, 2 and 3 the odd ones.
+    """
+    words = [[w & _MASK, w >> 32] for pair in zip(seeds, positions, strict=True) for w in pair]
+    halves = torch.tensor(words, dtype=torch.int64).view(-1, 4, 1).unbind(1)
+    blocks = torch.arange(-(-count // 2), dtype=torch.int64).unsqueeze(0)
+    hashed = philox4x32((blocks, torch.full_like(halves[0], stream), halves[2], halves[3]), (halves[0], halves[1]))
+    pairs = torch.stack([hashed[0] << 21 | hashed[1] >> 11, hashed[2] << 21 | hashed[3] >> 11], dim=-1)
+    return pairs.flatten(1)[:, :count].to(torch.float64).mul_(2.0**-53)
 
 
 class GumbelCache:

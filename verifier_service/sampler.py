@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftwood.acceptance import Rule, reject, typical_targets
 from draftwood.noise import GumbelCache
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, target_tokens
@@ -19,10 +20,12 @@ NOISE_AHEAD = 16
 class TargetSampler:
     """Runs the target and applies each session's rule; rows of one session never depend on another's.
 
-    On a GPU tokens are chosen as part of the forward, but for rules that have to sort (top-k, top-p).
+    On a GPU tokens are chosen as part of the forward, but for rules that have to sort (top-k, top-p). ``typical`` are
+    epsilon and delta of typical acceptance.
     """
 
-    def __init__(self, runtime: ModelRuntime, token_count: int, noise_rows: int) -> None:
+    def __init__(self, runtime: ModelRuntime, token_count: int, noise_rows: int, typical: tuple[float, float]) -> None:
+        self._typical = typical
         self._runtime = runtime
         self._token_count = token_count
         self._on_device = runtime.device.type == "cuda"
@@ -41,14 +44,24 @@ class TargetSampler:
         else:
             logits = self._runtime.forward(rows)
         for k, rule in enumerate(rules):
-            if not self._on_device or rule.truncates:
+            if (not self._on_device or rule.truncates) and not parts[k].session.request.sampled:
                 groups.setdefault(rule, []).append(k)
         pieces = torch.split(logits, counts)
         for rule, members in groups.items():
             tokens = iter(self._choose(rule, [parts[k] for k in members], [pieces[k] for k in members]))
             for k in members:
                 chosen[k] = [next(tokens) for _ in range(counts[k])]
+        for k, part in enumerate(parts):
+            if counts[k] and part.session.request.effective_rule in (Rule.REJECTION, Rule.TYPICAL):
+                chosen[k] = self._accept(part, chosen[k], pieces[k][:, : self._token_count])
         return chosen
+
+    def _accept(self, part: Part, own: list[int], logits: Tensor) -> list[int]:
+        """The tokens of a rule that looks at the children of a node, too."""
+        session, rule = part.session, part.session.request.sampling
+        if session.request.sampled:
+            return reject(part.tree, session.tree.drawn(part.kept), logits, rule, len(session.tokens))
+        return typical_targets(part.tree, own, logits, rule, *self._typical)
 
     def _choose(self, rule: SamplingParams, parts: Sequence[Part], logits: Sequence[Tensor]) -> list[int]:
         """Tokens of the rows of all parts, one after the other, by the rule they share."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from draftwood.acceptance import Ending, FinishReason
+from draftwood.acceptance import Ending, FinishReason, Rule
 from draftwood.sampling import SamplingParams
 from verifier_service.live_tree import LiveTree
 
@@ -26,6 +26,16 @@ class GenerateRequest:
     sampling: SamplingParams
     ending: Ending  # max_tokens counts the resumed ones
     max_nodes: int
+    rule: Rule = Rule.SHARED_NOISE  # at a temperature above 0; 0 is greedy
+
+    @property
+    def effective_rule(self) -> Rule:
+        return Rule.GREEDY if self.sampling.greedy else self.rule
+
+    @property
+    def sampled(self) -> bool:
+        """True if drafts sample their nodes and say from what."""
+        return self.effective_rule is Rule.REJECTION
 
 
 @dataclass(slots=True)
@@ -93,7 +103,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resume]
-        self.tree = LiveTree(self.tokens, self.live_nodes)
+        self.tree = LiveTree(self.tokens, self.live_nodes, sampled=self.request.sampled)
         self.committed_s = self.admitted_s
 
     @property

@@ -10,7 +10,7 @@ Slots: the cache holds the committed prefix, then the expanded nodes of the tree
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,18 +18,19 @@ from torch import Tensor
 
 from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
 from draftwood import tree as tt
+from draftwood.acceptance import Rule, sample_children, sibling_score
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted
 from draftwood.noise import GumbelCache
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, draft_children
-from draftwood.tree import TokenTree
+from draftwood.tree import Proposal, TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 
-Children = tuple[list[list[int]], list[list[float]]]
-"""Tokens and scores, [parents][branch] each; token -1: no child."""
+Children = tuple[list[list[int]], list[list[float]], list[Proposal | None]]
+"""Tokens and scores, [parents][branch] each, token -1: no child; and what a parent's children were sampled from."""
 
 UNEXPANDED = -1
 MOST_TAIL_TOKENS = 256
@@ -48,6 +49,7 @@ class _Session:
     reach: np.ndarray = field(init=False)  # log survival, [tree.size]
     depth: np.ndarray = field(init=False)  # [tree.size]
     slot: np.ndarray = field(default_factory=lambda: np.full(1, UNEXPANDED, np.int64))  # place in the tail, [tree.size]
+    drawn: dict[int, Proposal] = field(default_factory=dict)  # by node: what its children were sampled from
     numbering: Numbering = field(default_factory=Numbering)
     levels: int = 0  # forwards of this round
     complete: bool = False
@@ -58,6 +60,16 @@ class _Session:
     def plant(self, tree: TokenTree) -> None:
         """Replaces the tree."""
         self.tree, self.reach, self.depth = tree, tt.log_survival(tree), tt.depths(tree)
+
+    @property
+    def sampled(self) -> bool:
+        return self.start.rule is Rule.REJECTION and not self.start.sampling.greedy
+
+    @property
+    def rule(self) -> SamplingParams:
+        """What children are drawn by: the noise helps where the target's choice has it."""
+        noise = self.start.rule is Rule.SHARED_NOISE and not self.start.sampling.greedy
+        return self.start.sampling if noise else SamplingParams()
 
     @property
     def pending(self) -> int:
@@ -73,8 +85,18 @@ class LmDrafter:
     """Drafts with a causal LM over its own paged KV cache."""
 
     kind = "lm"
+    rules: tuple[Rule, ...] = (Rule.REJECTION,)
 
-    def __init__(self, runtime: ModelRuntime, settings: DraftSettings, model: str, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        runtime: ModelRuntime,
+        settings: DraftSettings,
+        model: str,
+        vocabulary: Vocabulary,
+        random: np.random.Generator | None = None,
+    ) -> None:
+        """``random`` samples children under the rejection rule; a generator with a random seed if left out."""
+        self._random = random or np.random.default_rng()
         self.model = model
         self.vocabulary: Vocabulary | None = vocabulary
         self._runtime = runtime
@@ -120,11 +142,13 @@ class LmDrafter:
             index = None
             session.plant(TokenTree.root(session.tokens[-1]))
             session.slot = np.full(1, UNEXPANDED, np.int64)
+            session.drawn = {}
         else:
             where = {n: k for k, n in enumerate(below)}
             below_anchor, index = tt.reroot(session.tree, anchor)
             session.plant(below_anchor)
             kept = np.nonzero(index >= 0)[0]
+            session.drawn = {int(index[n]): q for n, q in session.drawn.items() if index[n] >= 0}
             session.slot = np.array([where.get(int(n), UNEXPANDED) for n in kept], np.int64)
         session.numbering.restart(index)
 
@@ -162,7 +186,12 @@ class LmDrafter:
 
     def _pack(self, session: _Session, handle: int) -> SessionGrowth:
         nodes = tt.best(session.tree, min(session.budget, session.start.max_nodes)).tolist()
-        return session.numbering.growth(session.tree, nodes, session.epoch, handle, complete=True)
+        fresh = [node for node in nodes if session.numbering.ids[node] < 0]
+        growth = session.numbering.growth(session.tree, nodes, session.epoch, handle, complete=True)
+        if not session.sampled:
+            return growth
+        parents = dict.fromkeys(session.tree.parent[fresh].tolist())
+        return replace(growth, drawn={int(session.numbering.ids[p]): session.drawn[p] for p in parents})
 
     def _frontier(self, session: _Session) -> list[int]:
         """Nodes worth expanding now, likeliest first: a child of theirs could still be among the best ``budget``."""
@@ -206,9 +235,12 @@ class LmDrafter:
         groups: dict[tuple[SamplingParams, int], list[int]] = {}
         for k, session in enumerate(jobs):
             size = min(self._token_count, session.start.vocab_size)
-            rule = SamplingParams() if session.start.sampling.greedy else session.start.sampling
-            groups.setdefault((rule, size), []).append(k)
-        out: list[Children] = [([], []) for _ in jobs]
+            if not session.sampled:
+                groups.setdefault((session.rule, size), []).append(k)
+        out = [
+            self._sample(session, piece) if session.sampled else ([], [], [])
+            for session, piece in zip(jobs, pieces, strict=True)
+        ]
         for (rule, size), members in groups.items():
             rows = logits if len(members) == len(jobs) else torch.cat([pieces[k] for k in members])
             positions = [int(d) + len(jobs[k].tokens) for k in members for d in jobs[k].depth[parents[k]]]
@@ -216,8 +248,15 @@ class LmDrafter:
                 found = draft_children(rows, rule, positions, self._noise, self._settings.branch, vocab_size=size)
                 tokens, scores = iter(found[0].tolist()), iter(found[1].tolist())
                 for k in members:
-                    out[k] = ([next(tokens) for _ in parents[k]], [next(scores) for _ in parents[k]])
+                    out[k] = ([next(tokens) for _ in parents[k]], [next(scores) for _ in parents[k]], [])
         return out
+
+    def _sample(self, session: _Session, logits: Tensor) -> Children:
+        """Children for the rejection rule; their scores are those of their ranks, so that a cut is one by structure."""
+        settings, size = self._settings, min(self._token_count, session.start.vocab_size)
+        q = SamplingParams(session.start.sampling.temperature, min(settings.q_top_k, size), settings.q_top_p)
+        tokens, proposals = sample_children(logits, q, settings.branch, self._random, vocab_size=size)
+        return tokens.tolist(), [[sibling_score(rank) for rank in range(settings.branch)]] * len(proposals), proposals
 
     def _rows(self, session: _Session, most: int) -> Rows | None:
         """The session's rows of the next forward: committed tokens it lacks, else its frontier. None: nothing now."""
@@ -250,15 +289,18 @@ class LmDrafter:
 
         Unlikely ones are kept too: once their parent has become the anchor they are likely enough.
         """
+        tokens, scores, drawn = children
         kept = [
             (parent, token, score)
-            for parent, *row in zip(parents, *children, strict=True)
+            for parent, *row in zip(parents, tokens, scores, strict=True)
             for token, score in zip(*row, strict=True)
             if token >= 0
         ]
+        session.drawn.update((p, q) for p, q in zip(parents, drawn, strict=False) if q is not None)
         if kept:
             above, token, score = zip(*kept, strict=True)
-            grown, _ = tt.insert(session.tree, above, token, score, capacity=4 * MOST_TAIL_TOKENS)
+            capacity, repeats = 4 * MOST_TAIL_TOKENS, session.sampled
+            grown, _ = tt.insert(session.tree, above, token, score, capacity, repeats=repeats)
             session.plant(grown)
             fresh = session.tree.size - len(session.slot)
             session.slot = np.concatenate([session.slot, np.full(fresh, UNEXPANDED, np.int64)])
