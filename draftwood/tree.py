@@ -16,7 +16,7 @@ arXiv:2305.09781). Ranges are half-open. All functions are pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,11 @@ class Proposal:
 
     token: NDArray[np.int64]  # [k] ascending
     weight: NDArray[Any]  # float32 [k], > 0
+    prob: NDArray[Any] = field(init=False)  # float64 [k], sums to 1; rational weights (dtype object) stay so
 
-    @property
-    def prob(self) -> NDArray[Any]:
-        """float64 [k], sums to 1; rational weights (dtype object) stay so."""
+    def __post_init__(self) -> None:
         wide = self.weight.astype(np.promote_types(self.weight.dtype, np.float64))
-        return np.asarray(wide / wide.sum())
+        object.__setattr__(self, "prob", wide / wide.sum())
 
     def of(self, token: NDArray[np.integer]) -> NDArray[Any]:
         """Probabilities of listed tokens."""
