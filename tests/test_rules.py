@@ -1,4 +1,4 @@
-"""The rules of acceptance: each lossless one enumerated in rational arithmetic, and sampled against its distribution."""
+"""The rules of acceptance: each lossless one enumerated in rational arithmetic, and sampled against its law."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from draftwood.acceptance import (
 from draftwood.noise import gumbel_rows, uniform_rows
 from draftwood.sampling import SamplingParams, process_logits
 from draftwood.tree import Proposal, TokenTree
+from tests.chi_square import p_value
 
 TOKENS = 3
 NODES = 6  # the anchor included
@@ -167,7 +168,7 @@ def rejection_ledger(
     told: Callable[[Text, int], tuple[Fraction, ...]] | None = None,
     cut: Callable[[TokenTree], list[int]] | None = None,
 ) -> Ledger:
-    """Everything that can happen with one shape. ``told``: what the draft says q is; ``cut``: nodes that are verified."""
+    """All that can happen with one shape. ``told``: what the draft says q is; ``cut``: nodes that are verified."""
     ledger = Ledger()
     for tree, texts, drawn, weight in sampled_trees(parents, q_of):
         kept = list(range(tree.size)) if cut is None else cut(tree)
@@ -315,26 +316,11 @@ ALPHA = 0.01 / (REJECTION_CASES + NOISE_CASES)  # Bonferroni
 VOCAB = 6
 
 
-def chi_square_p_value(counts: np.ndarray, expected: np.ndarray) -> float:
-    """P(a value as large or larger) by Wilson and Hilferty; cells expected less than 10 times are one."""
-    assert counts[expected == 0].sum() == 0, "a token that the target cannot have"
-    large = expected >= 10
-    seen = np.append(counts[large], counts[~large].sum())
-    wanted = np.append(expected[large], expected[~large].sum())
-    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
-    freedom = len(wanted) - 1
-    if not freedom:
-        return 1.0
-    value = ((seen - wanted) ** 2 / wanted).sum() / freedom
-    z = (value ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    return 0.5 * math.erfc(z / math.sqrt(2))
-
-
 def test_the_p_value_is_that_of_the_tables() -> None:
     expected = np.full(11, 1000.0)
     moved = expected + np.sqrt(23.21 * 1000 / 2) * np.array([1, -1] + [0] * 9)  # 1 % at 10 degrees of freedom
-    assert chi_square_p_value(moved, expected) == pytest.approx(0.01, rel=0.03)
-    assert chi_square_p_value(expected, expected) > 0.99
+    assert p_value(moved, expected) == pytest.approx(0.01, rel=0.03)
+    assert p_value(expected, expected) > 0.99
 
 
 @dataclass(frozen=True)
@@ -410,7 +396,7 @@ def two_tokens(case: Case, told: Callable[[Proposal], Proposal] = lambda q: q) -
 @pytest.mark.parametrize("number", range(REJECTION_CASES))
 def test_bug_5_and_7_rejection_has_the_targets_distribution(number: int) -> None:
     case = Case(number)
-    assert chi_square_p_value(two_tokens(case), DRAWS * case.joint()) > ALPHA
+    assert p_value(two_tokens(case), DRAWS * case.joint()) > ALPHA
 
 
 @pytest.mark.parametrize("number", range(REJECTION_CASES, REJECTION_CASES + NOISE_CASES))
@@ -423,7 +409,7 @@ def test_bug_5_shared_noise_has_the_targets_distribution(number: int) -> None:
         if seeds:
             second = _gumbel_choice(case, seeds, [18] * len(seeds), token)
             counts[token] = np.bincount(second, minlength=VOCAB)
-    assert chi_square_p_value(counts, DRAWS * case.joint()) > ALPHA
+    assert p_value(counts, DRAWS * case.joint()) > ALPHA
 
 
 def _gumbel_choice(case: Case, seeds: Sequence[int], places: Sequence[int], *text: int) -> np.ndarray:
@@ -439,7 +425,7 @@ def test_bug_7_a_q_before_its_processors_is_seen_in_the_distribution() -> None:
     def told(q: Proposal) -> Proposal:
         return Proposal(np.arange(VOCAB), np.maximum(raw**2, 1e-9).astype(np.float32))
 
-    assert chi_square_p_value(two_tokens(case, told), DRAWS * case.joint()) < 1e-9
+    assert p_value(two_tokens(case, told), DRAWS * case.joint()) < 1e-9
 
 
 # The pieces
@@ -460,7 +446,7 @@ def test_a_drafts_children_are_independent_samples_of_what_it_says() -> None:
     np.add.at(pairs, (tokens[0, ::2], tokens[0, 1::2]), 1)
     expected = np.zeros((5, 5))
     expected[np.ix_(q.token, q.token)] = 20_000 * np.outer(q.prob, q.prob)
-    assert chi_square_p_value(pairs, expected) > 0.001
+    assert p_value(pairs, expected) > 0.001
 
 
 def test_what_a_draft_sends_and_what_is_read_are_the_same_numbers() -> None:
@@ -567,7 +553,7 @@ def test_rejection_follows_the_uniform_numbers_of_its_positions() -> None:
 def test_rejection_without_a_tree_is_plain_sampling() -> None:
     root = TokenTree.root(0)
     counts = np.bincount([reject(root, [None], LOGITS[:1], SamplingParams(1.0, seed=s), 5)[0] for s in range(4000)])
-    assert chi_square_p_value(counts, 4000 * LOGITS[0].double().softmax(0).numpy()) > 0.001
+    assert p_value(counts, 4000 * LOGITS[0].double().softmax(0).numpy()) > 0.001
 
 
 def test_rejection_takes_the_processed_distribution() -> None:
