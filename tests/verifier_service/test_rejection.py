@@ -15,10 +15,15 @@ import pytest
 import torch
 from scripted import VOCAB, ScriptedDraft, make_engine, oracle_of, plain_decode, request, tiny_model
 
+from draft_service.drafter import SessionCommitted, SessionStart
+from draft_service.drafters.lm import LmDrafter
 from draftwood.acceptance import Rule
+from draftwood.config import DraftSettings
 from draftwood.errors import DraftwoodError
+from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, process_logits
 from draftwood.tree import Proposal
+from draftwood.vocabulary import Vocabulary
 from tests.chi_square import p_value
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
@@ -101,6 +106,9 @@ class SamplingDraft:
             self.text[commit.handle] += commit.tokens
             self.draw(engine, commit.handle, commit.epoch)
 
+    def work(self, engine: Engine) -> None:
+        """It has answered at once."""
+
     def draw(self, engine: Engine, handle: int, epoch: int) -> None:
         anchor = self.text[handle]
         places = [(0, anchor), *(n for n in self.nodes[handle] if n[1][: len(anchor)] == anchor)]
@@ -137,7 +145,9 @@ class SamplingDraft:
             self.late.append(send)
 
 
-def texts(engine: Engine, draft: SamplingDraft, seeds: range, tokens: int, at_once: int = 64) -> dict[int, Text]:
+def texts(
+    engine: Engine, draft: SamplingDraft | LmDraft, seeds: range, tokens: int, at_once: int = 64
+) -> dict[int, Text]:
     engine.open_link(draft.link, "sampling", REJECTION)
     got: dict[str, Text] = {}
     todo = list(seeds)
@@ -148,6 +158,7 @@ def texts(engine: Engine, draft: SamplingDraft, seeds: range, tokens: int, at_on
             engine.submit(request(f"{seed}", PROMPT, tokens, params, rule=Rule.REJECTION))
             got[f"{seed}"] = ()
             draft.join(engine, f"{seed}", seed + 1)
+        draft.work(engine)
         outcome = engine.step()
         assert not outcome.failed
         for emitted in outcome.emitted:
@@ -185,6 +196,90 @@ def test_three_tokens_of_2400_seeds_have_the_targets_distribution() -> None:
 def test_a_draft_that_does_not_sample_what_it_says_is_seen() -> None:
     """The control: the test above can fail. This rule trusts the draft's word, as docs/exactness.md says."""
     assert agreement(texts(make_engine(model()), SamplingDraft(favourites), range(600), 3)) < 1e-6
+
+
+@cache
+def blurred() -> torch.nn.Module:
+    """The target with noise on its weights, for a draft that is often right."""
+    draft, generator = tiny_model("llama"), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            scale = 0.1 * float(parameter.std()) if parameter.numel() > 1 else 0.0
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * scale)
+    return draft
+
+
+def lm_drafter(seed: int, **settings: object) -> LmDrafter:
+    chosen = DraftSettings(**({"branch": 3, "depth": 3, "page_tokens": 16, "lookahead_levels": 2} | settings))  # type: ignore[arg-type]
+    runtime = ModelRuntime(blurred(), kv_pages=1024, page_tokens=16)  # type: ignore[arg-type]
+    vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
+    return LmDrafter(runtime, chosen, "tiny", vocabulary, np.random.default_rng(seed))
+
+
+@dataclass
+class LmDraft:
+    """The real drafter on the engine's side of the wire; it works ahead for a level or two while the verifier does."""
+
+    drafter: LmDrafter
+    link: int = 0
+
+    def join(self, engine: Engine, name: str, handle: int) -> None:
+        start = engine.join(self.link, handle, name, b"t")
+        sampling = SamplingParams(start.temperature, seed=start.seed)
+        told = SessionStart(start.epoch, start.tokens, sampling, start.budget, VOCAB, 255, 32, 512, start.rule)
+        self.drafter.open((self.link, handle), told)
+
+    def work(self, engine: Engine) -> None:
+        while self.drafter.wants_work():
+            for (link, handle), g in self.drafter.work():
+                nodes = Nodes(g.epoch, g.first_id, g.parent, g.token, g.score, g.drawn)
+                engine.grow(link, handle, nodes, complete=g.complete)
+
+    def hear(self, engine: Engine, outcome: Outcome) -> None:
+        for c in outcome.commits.get(self.link, []):
+            self.drafter.commit((self.link, c.handle), SessionCommitted(c.epoch, c.length, c.tokens, c.budget))
+        for handle in outcome.stops.get(self.link, []):
+            self.drafter.close((self.link, handle))
+
+
+def test_three_tokens_of_1600_seeds_with_the_real_drafter_have_the_targets_distribution() -> None:
+    engine, draft = make_engine(model(), max_nodes=8), LmDraft(lm_drafter(3))
+    found = texts(engine, draft, range(1600), 5)
+    assert engine.totals.accepted > 1600 and engine.totals.refused == 0
+    assert agreement(found) > 0.001
+
+
+def test_what_the_drafter_sends_is_cut_by_structure_and_was_sampled_from_what_it_says() -> None:
+    """Bug kind 7: parents and scores are the same whatever is sampled; q is the processed law behind each parent."""
+    sent = []
+    for seed in range(4):
+        drafter = lm_drafter(seed, q_top_k=5, q_top_p=0.9)
+        start = SessionStart(0, tuple(PROMPT), SamplingParams(0.8), 7, VOCAB, 255, 32, 512, Rule.REJECTION)
+        drafter.open((0, 1), start)
+        (growth,) = [g for _ in range(9) if drafter.wants_work() for _, g in drafter.work()]
+        sent.append(growth)
+        node_text = {0: tuple(PROMPT)}
+        for n, (parent, token) in enumerate(zip(growth.parent.tolist(), growth.token.tolist(), strict=True), 1):
+            node_text[n] = (*node_text[parent], token)
+        assert set(growth.drawn) == set(growth.parent.tolist()) and len(growth.drawn) > 1
+        for parent, drawn in growth.drawn.items():
+            with torch.inference_mode():
+                logits = oracle_of(blurred())(torch.tensor([node_text[parent]])).logits[:, -1]  # type: ignore[arg-type]
+            law = process_logits(logits.float(), SamplingParams(0.8, 5, 0.9))[0].softmax(0).numpy()
+            assert drawn.token.tolist() == np.flatnonzero(law).tolist() and len(drawn.token) <= 5
+            np.testing.assert_allclose(drawn.prob, law[drawn.token], rtol=1e-4)
+    assert len({str(g.token) for g in sent}) > 1
+    assert len({str((g.parent.tolist(), g.score.tolist())) for g in sent}) == 1
+    assert len(sent[0].token) == 7
+
+
+def test_the_drafter_keeps_equal_siblings() -> None:
+    drafter = lm_drafter(1, q_top_k=1)
+    start = SessionStart(0, tuple(PROMPT), SamplingParams(0.8), 6, VOCAB, 255, 32, 512, Rule.REJECTION)
+    drafter.open((0, 1), start)
+    (growth,) = [g for _ in range(9) if drafter.wants_work() for _, g in drafter.work()]
+    below = growth.token[growth.parent == 0]
+    assert len(below) == 3 and len(set(below.tolist())) == 1
 
 
 def test_the_same_seed_and_trees_give_the_same_text_alone_and_among_others() -> None:
