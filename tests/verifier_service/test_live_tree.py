@@ -101,7 +101,7 @@ def test_nodes_are_where_their_texts_say(seed: int, capacity: int) -> None:
         draft = rng.randrange(2)
         first = max(1, oracle.last[draft] + rng.choice([1, 1, 1, 1, -2, 0, 3]))
         count = rng.randrange(8)
-        parents = [rng.choice([0, *range(max(1, first + k - 6), first + k)]) for k in range(count)]
+        parents = [rng.choice([0, 0, 0, *range(max(1, first + k - 6), first + k)]) for k in range(count)]
         score = [-rng.random() for _ in range(count)]
         epoch = max(0, len(oracle.anchors) - 1 - rng.choice([0, 0, 0, 1, 2]))
         new = nodes(epoch, first, parents, [rng.randrange(3) for _ in range(count)], score)

@@ -18,7 +18,7 @@ def session(resume: tuple[int, ...] = (), **more: object) -> Session:
 def test_the_lengths_follow_the_text() -> None:
     s = session(resume=(4, 5))
     assert (s.generated, s.remaining, s.pending, s.decoding) == (2, 8, 5, False)
-    assert (s.committed_s, s.cached, s.budget, s.tree.epoch) == (7.5, 0, 0, 0)
+    assert (s.committed_s, s.tree.epoch) == (7.5, 0)
     s.cached = 3
     assert (s.pending, s.decoding) == (2, False)
     s.cached = 4
@@ -26,6 +26,13 @@ def test_the_lengths_follow_the_text() -> None:
     s.tree.commit([6, 7, 8])
     assert s.tokens == [1, 2, 3, 4, 5, 6, 7, 8], "the tree appends to the session's own text"
     assert (s.generated, s.remaining, s.pending, s.decoding) == (5, 5, 4, False)
+
+
+def test_a_session_begins_with_nothing_done() -> None:
+    s = session()
+    assert (s.cached, s.budget, s.drafts) == (0, 0, {})
+    stats = s.stats
+    assert (stats.steps, stats.verified, stats.accepted, stats.stale, stats.first_token_s) == (0, 0, 0, 0, 0.0)
 
 
 def test_a_draft_that_has_missed_too_often_is_lagging() -> None:
