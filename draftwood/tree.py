@@ -175,6 +175,15 @@ def reroot(tree: TokenTree, anchor: int) -> tuple[TokenTree, IndexArray]:
     return TokenTree(parent, tree.token[keep], score), index
 
 
+def extend(tree: TokenTree, parent: IndexArray, token: IndexArray, score: NDArray[Any]) -> TokenTree:
+    """Adds new nodes below nodes of the tree, as they are: none may be in the trie already (see ``insert``)."""
+    return TokenTree(
+        np.concatenate([tree.parent, parent.astype(np.int32)]),
+        np.concatenate([tree.token, token.astype(np.int32)]),
+        np.concatenate([tree.score, score.astype(np.float32)]),
+    )
+
+
 def insert(
     tree: TokenTree,
     parent: Sequence[int],
