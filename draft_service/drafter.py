@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from draftwood.acceptance import Rule
 from draftwood.sampling import SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
@@ -36,6 +37,7 @@ class SessionStart:
     max_nodes: int
     max_depth: int
     max_context_tokens: int
+    rule: Rule = Rule.SHARED_NOISE  # at a temperature above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Drafter(Protocol):
     kind: str
     model: str
     vocabulary: Vocabulary | None  # None: works on ids alone
+    rules: tuple[Rule, ...]  # those that need more than ids and that it can draw for
 
     def open(self, key: Key, start: SessionStart) -> None:
         """Takes a session."""

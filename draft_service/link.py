@@ -11,6 +11,7 @@ import grpc
 
 from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import SessionCommitted, SessionStart
+from draftwood.acceptance import Rule
 from draftwood.errors import DraftwoodError, FailedPrecondition, Unavailable
 from draftwood.rpc.channel import open_channel
 from draftwood.rpc.status import from_rpc_error
@@ -30,6 +31,8 @@ from draftwood.wire import (
 )
 
 log = get_logger(__name__)
+
+RULES: dict[draft_pb2.Rule, Rule] = {getattr(draft_pb2, f"RULE_{rule.name}"): rule for rule in Rule}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,7 @@ class VerifierLink:
             max_nodes=welcome.caps.max_nodes,
             max_depth=welcome.caps.max_depth,
             max_context_tokens=welcome.caps.max_context_tokens,
+            rule=RULES.get(start.rule, Rule.SHARED_NOISE),
         )
         loop, handle = asyncio.get_running_loop(), start.handle
 

@@ -16,7 +16,7 @@ from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import Drafter
 from draft_service.drafters.lm import LmDrafter
 from draft_service.drafters.ngram import NgramDrafter
-from draft_service.link import VerifierLink
+from draft_service.link import RULES, VerifierLink
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted, Unavailable
 from draftwood.rpc.server import RpcServer
@@ -109,6 +109,7 @@ class DraftServer:
         settings = self.settings
         caps = draft_pb2.Caps(max_nodes=settings.max_nodes, max_sessions=settings.max_sessions)
         info = draft_pb2.DraftInfo(kind=drafter.kind, model=drafter.model, incarnation=self.incarnation, caps=caps)
+        info.rules.extend(number for number, rule in RULES.items() if rule in drafter.rules)
         if drafter.vocabulary is not None:
             info.tokenizer.CopyFrom(tokenizer_to_proto(drafter.vocabulary.fingerprint()))
         return info

@@ -23,7 +23,7 @@ from draftwood.choices import choice_seed, merged
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted, Unavailable
 from draftwood.rpc.channel import open_channel
 from draftwood.rpc.status import from_rpc_error
-from draftwood.v1 import router_pb2, router_pb2_grpc, verifier_pb2
+from draftwood.v1 import draft_pb2, router_pb2, router_pb2_grpc, verifier_pb2
 from draftwood.wire import error_from_proto
 
 STATUS_TIMEOUT_S = 10.0
@@ -52,6 +52,8 @@ class Started:
     model: str
     seed: int
     prompt_tokens: int
+    rule: str = ""  # the one in force
+    lossy: bool = False  # drafts may change the text
     index: int = 0  # which of the n texts; of every event
 
 
@@ -216,12 +218,14 @@ class DraftwoodClient:
         speculate: bool = True,
         max_nodes: int = 0,
         deadline_ms: int = 0,
+        rule: str = "",
     ) -> AsyncGenerator[Event]:
         """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit.
 
         With ``n`` the events of n texts come as they are written, told apart by their ``index``.
         docs/sampling.md says what the sampling parameters mean, their ranges and their order.
         ``deadline_ms``: how soon the answer is wanted (0: no hurry); it orders the verifier's queue and cuts nothing.
+        ``rule`` says how guesses are accepted: "greedy", "shared_noise", "rejection", "typical"; empty: the server's.
         """
         generation = verifier_pb2.Generation(
             sampling=verifier_pb2.Sampling(
@@ -246,7 +250,7 @@ class DraftwoodClient:
             ignore_eos=ignore_eos,
             skip_special_tokens=None if skip_special_tokens else False,
             n=n,
-            speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes),
+            speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes, rule=_rule(rule)),
             deadline_ms=deadline_ms,
         )
         _set_prompt(generation, prompt)
@@ -325,6 +329,7 @@ class DraftwoodClient:
                             give_up = 0.0
                         if isinstance(event, Started):
                             request.generation.sampling.seed = event.seed
+                            request.generation.speculation.rule = _rule(event.rule)
                             if started:
                                 continue
                             started = True
@@ -399,6 +404,13 @@ def _bad_word(word: BadWord) -> verifier_pb2.BadWord:
     return verifier_pb2.BadWord(token_ids=verifier_pb2.TokenIds(ids=word))
 
 
+def _rule(name: str) -> draft_pb2.Rule:
+    number = getattr(draft_pb2, f"RULE_{name.upper() or 'UNSPECIFIED'}", None)
+    if number is None:
+        raise InvalidArgument("RULE", f"rule {name!r} is not known", field="rule")
+    return number  # type: ignore[no-any-return]
+
+
 def _check_and_keep(singles: Sequence[router_pb2.RouterServiceGenerateRequest], chunk: Chunk) -> None:
     """Adds the chunk to what has been received. Raises Internal CHUNK_GAP if it does not fit behind it."""
     if chunk.index >= len(singles):
@@ -414,7 +426,9 @@ def _event(event: verifier_pb2.GenerationEvent) -> Event:
     index = event.index
     if event.HasField("started"):
         started = event.started
-        return Started(started.session_id, started.model, started.seed, started.prompt_tokens, index=index)
+        rule = draft_pb2.Rule.Name(started.rule).removeprefix("RULE_").lower()
+        told = (started.session_id, started.model, started.seed, started.prompt_tokens)
+        return Started(*told, rule, started.lossy, index=index)
     if event.HasField("chunk"):
         chunk = event.chunk
         logprobs = tuple(_logprobs(token) for token in chunk.logprobs)

@@ -56,6 +56,15 @@ class VerifierSettings(BaseSettings):
     max_step_nodes: int = Field(
         0, ge=0, description="nodes of one step, shared evenly by the running sessions; 0: `width` alone decides"
     )
+    rule: Literal["shared_noise", "rejection", "typical"] = Field(
+        "shared_noise", description="how guesses are accepted at a temperature above 0 if the request does not say"
+    )
+    typical_epsilon: float = Field(
+        0.3, gt=0, le=1, description="typical acceptance: a guess of at least this probability is taken"
+    )
+    typical_delta: float = Field(
+        0.09, gt=0, description="typical acceptance: so is one above this times exp(-entropy of the target)"
+    )
     draft_wait_ms: float = Field(150.0, ge=0, description="longest wait of a step for a draft, milliseconds")
     load_interval_s: float = Field(1.0, gt=0, description="seconds between two load reports")
 
@@ -88,6 +97,8 @@ class DraftSettings(BaseSettings):
     min_level_survival: float = Field(
         0.15, ge=0, description="a level is drawn if its nodes together are reached with at least this probability"
     )
+    q_top_k: Positive = Field(64, description="tokens that children are sampled from, under the rejection rule")
+    q_top_p: float = Field(0.98, gt=0, le=1, description="least probability that these tokens cover, if q_top_k allows")
     lookahead_levels: int = Field(2, ge=0, description="levels grown while the verifier works on the round")
     max_step_tokens: Positive = Field(256, description="rows of one forward; longer prompts are prefilled in chunks")
     ngram_max: Positive = Field(5, description="longest context matched by the n-gram lookup, tokens")

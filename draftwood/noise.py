@@ -10,7 +10,7 @@ The integers come from the counter-based generator Philox4x32-10 (Salmon et al.,
 devices; rounded to float32, that almost never shows.
 
 Layout: key = (seed low, seed high); counter = (token // 4, 0, position low, position high); the token's 32-bit word is
-output token % 4. Word 1 of the counter is free for other streams of the same seed.
+output token % 4. Word 1 of the counter is the stream: 0 is the noise, others give uniform numbers (``uniform_rows``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,10 +46,15 @@ def philox4x32(counter: Words4, key: tuple[Tensor, Tensor]) -> Words4:
     return c0, c1 & _MASK, c2, c3 & _MASK
 
 
+def _halves(seeds: Sequence[int], positions: Sequence[int], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Low and high word of each seed, then of each position: four int64 tensors [pairs, 1]."""
+    words = np.array([seeds, positions], "<u8").T.copy().view("<u4").astype(np.int64)
+    return torch.from_numpy(words).to(device).view(-1, 4, 1).unbind(1)
+
+
 def gumbel_rows(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str) -> Tensor:
     """Noise of several (seed, position) pairs, float32 [pairs, vocab], finite; seeds and positions are uint64."""
-    words = [[w & _MASK, w >> 32] for pair in zip(seeds, positions, strict=True) for w in pair]
-    halves = torch.tensor(words, dtype=torch.int64, device=device).view(-1, 4, 1).unbind(1)
+    halves = _halves(seeds, positions, device)
     blocks = torch.arange(-(-vocab // 4), dtype=torch.int64, device=device).unsqueeze(0)
     hashed = philox4x32((blocks, torch.zeros_like(halves[0]), halves[2], halves[3]), (halves[0], halves[1]))
     uniform = torch.stack(hashed, dim=-1).flatten(1)[:, :vocab].to(torch.float64).add_(0.5).mul_(2.0**-32)
@@ -58,6 +64,19 @@ def gumbel_rows(seeds: Sequence[int], positions: Sequence[int], vocab: int, devi
 def gumbel(seed: int, position: int, vocab: int, device: torch.device | str) -> Tensor:
     """Standard Gumbel noise for the token at ``position``, float32 [vocab]; a larger vocabulary has the same prefix."""
     return gumbel_rows([seed], [position], vocab, device)[0]
+
+
+def uniform_rows(seeds: Sequence[int], positions: Sequence[int], count: int, stream: int) -> Tensor:
+    """Uniform numbers in [0, 1) of several (seed, position) pairs, float64 [pairs, count], of 53 bits each, on the CPU.
+
+    ``stream`` > 0 sets them apart from the noise and from other streams: counter = (number // 2, stream, position low,
+    position high), output words 0 and 1 make the even numbers, 2 and 3 the odd ones.
+    """
+    halves = _halves(seeds, positions, "cpu")
+    blocks = torch.arange(-(-count // 2), dtype=torch.int64).unsqueeze(0)
+    hashed = philox4x32((blocks, torch.full_like(halves[0], stream), halves[2], halves[3]), (halves[0], halves[1]))
+    pairs = torch.stack([hashed[0] << 21 | hashed[1] >> 11, hashed[2] << 21 | hashed[3] >> 11], dim=-1)
+    return pairs.flatten(1)[:, :count].to(torch.float64).mul_(2.0**-53)
 
 
 class GumbelCache:

@@ -16,7 +16,8 @@ arXiv:2305.09781). Ranges are half-open. All functions are pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,26 @@ BoolArray = NDArray[np.bool_]
 
 GONE = -1
 """Where an index map sends a node that is no longer in the tree."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """What a draft sampled a node's children from: a sparse distribution, every token not listed having none.
+
+    Both sides divide the weights, as they are on the wire, by their sum, and so have the same numbers.
+    """
+
+    token: NDArray[np.int64]  # [k] ascending
+    weight: NDArray[Any]  # float32 [k], > 0
+    prob: NDArray[Any] = field(init=False)  # float64 [k], sums to 1; rational weights (dtype object) stay so
+
+    def __post_init__(self) -> None:
+        wide = self.weight.astype(np.promote_types(self.weight.dtype, np.float64))
+        object.__setattr__(self, "prob", wide / wide.sum())
+
+    def of(self, token: NDArray[np.integer]) -> NDArray[Any]:
+        """Probabilities of listed tokens."""
+        return np.asarray(self.prob[np.searchsorted(self.token, token)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,10 +175,25 @@ def reroot(tree: TokenTree, anchor: int) -> tuple[TokenTree, IndexArray]:
     return TokenTree(parent, tree.token[keep], score), index
 
 
+def extend(tree: TokenTree, parent: IndexArray, token: IndexArray, score: NDArray[Any]) -> TokenTree:
+    """Adds new nodes below nodes of the tree, as they are: none may be in the trie already (see ``insert``)."""
+    return TokenTree(
+        np.concatenate([tree.parent, parent.astype(np.int32)]),
+        np.concatenate([tree.token, token.astype(np.int32)]),
+        np.concatenate([tree.score, score.astype(np.float32)]),
+    )
+
+
 def insert(
-    tree: TokenTree, parent: Sequence[int], token: Sequence[int], score: Sequence[float], capacity: int
+    tree: TokenTree,
+    parent: Sequence[int],
+    token: Sequence[int],
+    score: Sequence[float],
+    capacity: int,
+    *,
+    repeats: bool = False,
 ) -> tuple[TokenTree, IndexArray]:
-    """Adds nodes to the trie; equal (parent, token) become one node, which keeps the larger score.
+    """Adds nodes to the trie; equal (parent, token) become one node, which keeps the larger score, unless ``repeats``.
 
     ``parent[k] >= 0`` is a node of ``tree``, ``parent[k] == -2 - j`` the j-th new node (j < k), -1 a node that is gone:
     its children go too. No more than ``capacity`` nodes are kept. Returns the tree and the index of each new node
@@ -168,7 +204,7 @@ def insert(
     index: list[int] = []
     for p, t, s in zip(parent, token, score, strict=True):
         above = p if p >= GONE else index[-2 - p]
-        at = GONE if above == GONE else known.get((above, t), GONE)
+        at = GONE if above == GONE or repeats else known.get((above, t), GONE)
         if at != GONE:
             scores[at] = max(scores[at], s)
         elif above != GONE and len(parents) < capacity:

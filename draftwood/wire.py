@@ -11,8 +11,8 @@ A parent must have a smaller id than its child. This excludes every cycle: one n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
@@ -21,11 +21,13 @@ import numpy.typing as npt
 from google.rpc import code_pb2
 
 from draftwood.errors import BY_STATUS, DraftwoodError, Internal, InvalidArgument
+from draftwood.tree import Proposal
 from draftwood.v1 import draft_pb2, tree_pb2
 from draftwood.vocabulary import Fingerprint
 
 PROTOCOL_VERSION: Final = 1  # of the Speculate stream
 UINT32_MAX: Final = 2**32 - 1
+Q_TOLERANCE: Final = 1e-3  # of the sum of a proposal's probabilities
 MAX_TEXT_BYTES: Final = 1024  # an error's texts end up in HTTP/2 metadata, of which gRPC takes 8 KiB
 
 
@@ -40,6 +42,7 @@ class SessionGrowth:
     token: npt.NDArray[np.int32]  # [n]
     score: npt.NDArray[np.float32]  # [n] log-probability, <= 0
     complete: bool
+    drawn: Mapping[int, Proposal] = field(default_factory=dict)  # by parent id; empty unless children are sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Refusal:
 def encode_growth(growths: Sequence[SessionGrowth]) -> tree_pb2.Growth:
     """Packs the growths; parents are counted from the lowest one, so that they stay small."""
     bases = [_parent_base(growth.parent) for growth in growths]
-    return tree_pb2.Growth(
+    message = tree_pb2.Growth(
         handle=[growth.handle for growth in growths],
         epoch=[growth.epoch for growth in growths],
         first_id=[growth.first_id for growth in growths],
@@ -83,6 +86,19 @@ def encode_growth(growths: Sequence[SessionGrowth]) -> tree_pb2.Growth:
         token=[token for growth in growths for token in growth.token.tolist()],
         score=[score for growth in growths for score in growth.score.tolist()],
     )
+    if any(growth.drawn for growth in growths):
+        _add_proposals(message, growths)
+    return message
+
+
+def _add_proposals(message: tree_pb2.Growth, growths: Sequence[SessionGrowth]) -> None:
+    for growth, base in zip(growths, message.parent_base, strict=True):
+        message.drawn.append(len(growth.drawn))
+        for parent, q in growth.drawn.items():
+            message.q_parent.append(parent - base if parent else 0)
+            message.q_count.append(len(q.token))
+            message.q_token.extend(q.token.tolist())
+            message.q_prob.extend(q.weight.tolist())
 
 
 def _parent_base(parent: npt.NDArray[np.int64]) -> int:
@@ -109,9 +125,11 @@ def decode_growth(
 
     Raises InvalidArgument TREE_LENGTH_MISMATCH if the columns do not fit together. Any other fault refuses the growth
     of the session that it is in and leaves the others: TREE_TOO_LARGE, TREE_BAD_ID, and for the first faulty node
-    TREE_CYCLE, TREE_FORWARD_PARENT, TREE_TOKEN_OUT_OF_VOCABULARY or TREE_BAD_SCORE.
+    TREE_CYCLE, TREE_FORWARD_PARENT, TREE_TOKEN_OUT_OF_VOCABULARY or TREE_BAD_SCORE, and TREE_BAD_Q if what its nodes
+    were sampled from is not given, is no distribution, or does not have them.
     """
     columns = _read_columns(message)
+    proposals = _Proposals(message) if message.drawn else None
     faulty = _faulty_nodes(columns, vocab_size)
     growths: list[SessionGrowth] = []
     refusals: list[Refusal] = []
@@ -119,8 +137,14 @@ def decode_growth(
         error = _entry_fault(columns, session, max_nodes) or _node_fault(columns, session, faulty, vocab_size)
         if error:
             refusals.append(Refusal(handle, error))
+            continue
+        growth = _session_growth(columns, session)
+        try:
+            drawn = proposals.of(session, growth, columns, vocab_size) if proposals else {}
+        except InvalidArgument as fault:
+            refusals.append(Refusal(handle, fault))
         else:
-            growths.append(_session_growth(columns, session))
+            growths.append(replace(growth, drawn=drawn) if drawn else growth)
     return growths, refusals
 
 
@@ -149,6 +173,13 @@ def _check_lengths(message: tree_pb2.Growth, nodes: int) -> None:
         _check_length(f"growth.{name}", len(getattr(message, name)), sessions, "sessions")
     for name in ("parent", "token", "score"):
         _check_length(f"growth.{name}", len(getattr(message, name)), nodes, "nodes")
+    if message.drawn:
+        _check_length("growth.drawn", len(message.drawn), sessions, "sessions")
+    proposals, listed = sum(message.drawn), sum(message.q_count)
+    for name in ("q_parent", "q_count"):
+        _check_length(f"growth.{name}", len(getattr(message, name)), proposals, "distributions")
+    for name in ("q_token", "q_prob"):
+        _check_length(f"growth.{name}", len(getattr(message, name)), listed, "tokens of distributions")
 
 
 def _check_length(field: str, length: int, expected: int, what: str) -> None:
@@ -212,6 +243,57 @@ def _session_growth(columns: _Columns, session: int) -> SessionGrowth:
         score=columns.score[nodes],
         complete=message.complete[session],
     )
+
+
+class _Proposals:
+    """The distributions of a Growth whose columns have matching lengths."""
+
+    def __init__(self, message: tree_pb2.Growth) -> None:
+        self._message = message
+        self._sessions = np.cumsum([0, *message.drawn]).tolist()
+        self._bounds = np.cumsum([0, *message.q_count]).tolist()
+        self._token = np.fromiter(message.q_token, np.int64, len(message.q_token))
+        self._prob = np.fromiter(message.q_prob, np.float32, len(message.q_prob))
+
+    def of(self, session: int, growth: SessionGrowth, columns: _Columns, vocab_size: int) -> dict[int, Proposal]:
+        """The session's distributions by parent id; raises InvalidArgument TREE_BAD_Q if they do not fit its nodes."""
+        drawn: dict[int, Proposal] = {}
+        for k in range(self._sessions[session], self._sessions[session + 1]):
+            relative = self._message.q_parent[k]
+            parent = relative + self._message.parent_base[session] if relative else 0
+            if parent in drawn:
+                raise InvalidArgument("TREE_BAD_Q", f"two distributions for {parent}", field=f"growth.q_parent[{k}]")
+            drawn[parent] = self._checked(k, vocab_size)
+        first = columns.bounds[session]
+        for node, (parent, token) in enumerate(zip(growth.parent.tolist(), growth.token.tolist(), strict=True), first):
+            if drawn and parent not in drawn:
+                text = f"what the children of {parent} were sampled from is not given"
+                raise InvalidArgument("TREE_BAD_Q", text, field=f"growth.parent[{node}]")
+            if drawn and token not in drawn[parent].token:
+                text = f"token {token} was not sampled from the distribution given for {parent}, where it has 0"
+                raise InvalidArgument("TREE_BAD_Q", text, field=f"growth.token[{node}]")
+        return drawn
+
+    def _checked(self, k: int, vocab_size: int) -> Proposal:
+        start, end = self._bounds[k], self._bounds[k + 1]
+        token, prob = self._token[start:end], self._prob[start:end]
+        at = np.flatnonzero(token >= vocab_size)
+        if at.size:
+            text = f"token {token[at[0]]}; the vocabulary has {vocab_size}"
+            raise InvalidArgument("TREE_BAD_Q", text, field=f"growth.q_token[{start + at[0]}]")
+        at = np.flatnonzero(np.diff(token) <= 0)
+        if at.size:
+            text = f"token {token[at[0] + 1]} follows {token[at[0]]}; tokens of a distribution ascend"
+            raise InvalidArgument("TREE_BAD_Q", text, field=f"growth.q_token[{start + at[0] + 1}]")
+        at = np.flatnonzero(~((prob > 0) & np.isfinite(prob)))
+        if at.size:
+            text = f"probability {prob[at[0]]} is not a finite number > 0"
+            raise InvalidArgument("TREE_BAD_Q", text, field=f"growth.q_prob[{start + at[0]}]")
+        total = float(prob.sum(dtype=np.float64))
+        if abs(total - 1) > Q_TOLERANCE:
+            text = f"the probabilities sum to {total:.6g}, not to 1 within {Q_TOLERANCE:g}"
+            raise InvalidArgument("TREE_BAD_Q", text, field=f"growth.q_count[{k}]")
+        return Proposal(token, prob)
 
 
 def encode_commits(commits: Sequence[SessionCommit]) -> draft_pb2.Commits:

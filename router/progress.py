@@ -60,6 +60,7 @@ class Progress:
 
     def _admit_started(self, event: verifier_pb2.GenerationEvent) -> verifier_pb2.GenerationEvent | None:
         first, self._started = not self._started, True
+        self._generation.speculation.rule = event.started.rule  # the next verifier's default may be another
         return event if first else None
 
     def _admit_chunk(self, event: verifier_pb2.GenerationEvent) -> verifier_pb2.GenerationEvent | None:

@@ -42,7 +42,7 @@ def test_nothing_breaks_the_baseline() -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("tree.proto", "repeated float score = 9;", "repeated float score = 10;"),
+        ("tree.proto", "repeated float score = 9;", "repeated float score = 30;"),
         ("tree.proto", "repeated uint32 token = 8;", "repeated uint64 token = 8;"),
         ("draft.proto", "  rpc Detach(DetachRequest) returns (DetachResponse);\n", ""),
     ],

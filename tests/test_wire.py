@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import timeit
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from draftwood import wire
 from draftwood.errors import BY_STATUS, DraftwoodError, Internal, InvalidArgument, NotFound, ResourceExhausted
+from draftwood.tree import Proposal
 from draftwood.v1 import draft_pb2, tree_pb2
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionCommit, SessionGrowth
@@ -231,6 +233,80 @@ def test_counts_beyond_the_nodes_refuse_the_message() -> None:
     with pytest.raises(InvalidArgument) as caught:
         decode(message)
     assert (caught.value.reason, caught.value.field) == ("TREE_LENGTH_MISMATCH", "growth.parent")
+
+
+def sampled(first_id: int = 2001) -> list[SessionGrowth]:
+    """Session 10: two equal children of the anchor, and two of the first. Session 11: no nodes. Session 12: by ids."""
+    q = Proposal(np.array([3, 7, 900]), np.array([0.5, 0.25, 0.25], np.float32))
+    below = Proposal(np.array([0, VOCAB - 1]), np.array([0.3, 0.7], np.float32))
+    parent, token = np.array([0, 0, first_id, first_id], np.int64), np.array([7, 7, VOCAB - 1, 0], np.int32)
+    score = np.full(4, -0.5, np.float32)
+    own = SessionGrowth(10, 7, first_id, parent, token, score, True, {0: q, first_id: below})
+    none = SessionGrowth(11, 7, 1, parent[:0], token[:0], score[:0], True)
+    return [own, none, dataclasses.replace(tree(sessions=3)[2], first_id=1001)]
+
+
+def test_proposals_round_trip_bit_by_bit() -> None:
+    growths = sampled()
+    decoded, refusals = decode(wire.encode_growth(growths))
+    assert not refusals and len(decoded) == 3
+    for got, expected in zip(decoded, growths, strict=True):
+        assert got.drawn.keys() == expected.drawn.keys()
+        for parent, q in expected.drawn.items():
+            assert (got.drawn[parent].token == q.token).all() and (got.drawn[parent].prob == q.prob).all()
+            assert got.drawn[parent].weight.tobytes() == q.weight.tobytes()
+        assert_equal(dataclasses.replace(got, drawn={}), dataclasses.replace(expected, drawn={}))
+    assert decoded[0].drawn[0].prob.dtype == np.float64
+    assert not wire.encode_growth(growths[1:]).drawn, "no columns where nobody samples"
+
+
+@pytest.mark.parametrize("column", ["drawn", "q_parent", "q_count", "q_token", "q_prob"])
+@pytest.mark.parametrize("by", ["one short", "one long"])
+def test_proposal_columns_of_uneven_length_refuse_the_message(column: str, by: str) -> None:
+    message = wire.encode_growth(sampled())
+    values = getattr(message, column)
+    if by == "one long":
+        values.append(values[-1])
+    else:
+        del values[-1]
+    with pytest.raises(InvalidArgument) as caught:
+        decode(message)
+    assert caught.value.reason == "TREE_LENGTH_MISMATCH" and caught.value.field.startswith("growth.")
+
+
+Q_FAULTS: dict[str, tuple[str, list[float], str]] = {
+    "sum_too_large": ("q_prob", [0.5, 0.25, 0.2511], "q_count[0]"),
+    "sum_too_small": ("q_prob", [0.5, 0.2489, 0.25], "q_count[0]"),
+    "zero_probability": ("q_prob", [0.75, 0.25, 0.0], "q_prob[2]"),
+    "negative_probability": ("q_prob", [1.25, 0.25, -0.5], "q_prob[2]"),
+    "nan_probability": ("q_prob", [0.75, math.nan, 0.25], "q_prob[1]"),
+    "infinite_probability": ("q_prob", [math.inf, 0.25, 0.25], "q_prob[0]"),
+    "sampled_token_has_none": ("q_token", [3, 8, 900], "token[0]"),
+    "twice_the_same_token": ("q_token", [7, 7, 900], "q_token[1]"),
+    "tokens_out_of_order": ("q_token", [7, 3, 900], "q_token[1]"),
+    "token_out_of_vocabulary": ("q_token", [3, 7, VOCAB], "q_token[2]"),
+    "same_parent_twice": ("q_parent", [0, 0], "q_parent[1]"),
+    "parent_without_one": ("q_parent", [0, 2], "parent[2]"),
+}
+
+
+@pytest.mark.parametrize("fault", Q_FAULTS)
+def test_bug_7_a_q_that_cannot_be_what_was_sampled_from_refuses_its_session_alone(fault: str) -> None:
+    column, values, field = Q_FAULTS[fault]
+    message = wire.encode_growth(sampled())
+    for k, value in enumerate(values):
+        getattr(message, column)[k] = value
+    decoded, refusals = decode(message)
+    assert [growth.handle for growth in decoded] == [11, 12]
+    assert [(r.handle, r.error.reason, r.error.field) for r in refusals] == [(10, "TREE_BAD_Q", f"growth.{field}")]
+
+
+@pytest.mark.parametrize("off", [-0.0009, 0.0009])
+def test_a_q_whose_sum_is_off_by_rounding_is_taken_as_normalised(off: float) -> None:
+    message = wire.encode_growth(sampled())
+    message.q_prob[0] += off
+    decoded, refusals = decode(message)
+    assert not refusals and decoded[0].drawn[0].prob.sum() == pytest.approx(1, abs=1e-15)
 
 
 @given(data=st.data())

@@ -13,9 +13,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftwood.acceptance import FinishReason, Walk, emit, walk
+from draftwood.acceptance import FinishReason, Rule, Walk, emit, walk
 from draftwood.config import VerifierSettings
-from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, PermissionDenied, ResourceExhausted
+from draftwood.errors import (
+    DraftwoodError,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+)
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams
@@ -42,6 +50,7 @@ class Link:
 
     model: str  # names the calibration it shares
     round_s: float  # its usual time from commit to complete tree
+    rules: frozenset[Rule]  # those that need more than ids and that it can draw for
     sessions: dict[int, Session] = field(default_factory=dict)  # by handle
 
 
@@ -56,6 +65,7 @@ class StartInfo:
     temperature: float
     budget: int
     remaining: int
+    rule: Rule
 
 
 @dataclass(slots=True)
@@ -111,12 +121,14 @@ class Engine:
         self.totals = Totals()
         self._kv = SessionPages(runtime.pool, share=settings.prefix_cache)
         self._unaudited = 0  # steps and releases since the last audit
-        self.sampler = TargetSampler(runtime, token_count, 4 * settings.max_nodes)
+        self.sampler = TargetSampler(
+            runtime, token_count, 4 * settings.max_nodes, (settings.typical_epsilon, settings.typical_delta)
+        )
         self.planner = Planner(
             settings, times or measure_step_times(runtime, settings.max_step_tokens, token_count, clock)
         )
         self._links: dict[int, Link] = {}
-        self._calibrations: dict[tuple[str, bool], Calibration] = {}
+        self._calibrations: dict[tuple[str, Rule], Calibration] = {}
 
     # --- requests ---
 
@@ -202,8 +214,8 @@ class Engine:
 
     # --- drafts ---
 
-    def open_link(self, link: int, model: str) -> None:
-        self._links[link] = Link(model, self.settings.draft_wait_ms / 1e3)
+    def open_link(self, link: int, model: str, rules: frozenset[Rule] = frozenset()) -> None:
+        self._links[link] = Link(model, self.settings.draft_wait_ms / 1e3, rules)
 
     def close_link(self, link: int) -> None:
         """A draft worker's stream has ended: its sessions go on without it."""
@@ -212,7 +224,9 @@ class Engine:
             session.tree.detach(link)
 
     def join(self, link: int, handle: int, session_id: str, ticket: bytes) -> StartInfo:
-        """Lets a draft worker serve a session; raises NotFound SESSION_UNKNOWN or PermissionDenied TICKET."""
+        """Lets a draft worker serve a session; raises NotFound SESSION_UNKNOWN, PermissionDenied TICKET, or
+        FailedPrecondition RULE_UNSUPPORTED if the draft cannot draw what the session's rule needs.
+        """
         session = self.sessions.get(session_id)
         if session is None:
             raise NotFound("SESSION_UNKNOWN", f"no session {session_id!r} is running here", field="join.session_id")
@@ -221,7 +235,10 @@ class Engine:
         if handle in self._links[link].sessions or link in session.drafts:
             raise InvalidArgument("HANDLE", f"handle {handle} or session {session_id!r} is in use", field="join.handle")
         request = session.request
-        key = (self._links[link].model, request.sampling.greedy)
+        if request.sampled and request.rule not in self._links[link].rules:
+            message = f"the draft does not sample, as rule {request.rule.name} of session {session_id!r} needs"
+            raise FailedPrecondition("RULE_UNSUPPORTED", message, field="hello.draft.rules")
+        key = (self._links[link].model, request.effective_rule)
         session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
         draft = session.drafts[link] = AttachedDraft(handle, known=len(session.tokens))
         self._links[link].sessions[handle] = session
@@ -230,8 +247,8 @@ class Engine:
         draft.asleep = session.budget == 0
         sampling = request.sampling
         return StartInfo(
-            handle, session.tree.epoch, tuple(session.tokens), sampling.seed, sampling.temperature,
-            session.budget, session.remaining,
+            handle, session.tree.epoch, tuple(session.tokens), 0 if request.sampled else sampling.seed,
+            sampling.temperature, session.budget, session.remaining, request.effective_rule,
         )  # fmt: skip
 
     def leave(self, link: int, handle: int) -> None:
@@ -251,6 +268,10 @@ class Engine:
         if nodes.epoch > session.tree.epoch:
             message = f"epoch {nodes.epoch} is ahead of the session's {session.tree.epoch}"
             raise InvalidArgument("TREE_EPOCH", message, field="growth.epoch")
+        if len(nodes.token) and bool(nodes.drawn) != session.request.sampled:
+            verb = "needs" if session.request.sampled else "takes no"
+            message = f"rule {session.request.effective_rule.name} {verb} distributions that nodes were sampled from"
+            raise InvalidArgument("TREE_BAD_Q", message, field="growth.drawn")
         stale = session.tree.grow(link, nodes)
         session.stats.stale += stale
         self.totals.stale += stale

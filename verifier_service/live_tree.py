@@ -6,18 +6,22 @@ place     where a node id is: ``>= 0`` a node of the trie (0 is the anchor), ``<
 Ids are never renumbered. Growth names the epoch that it was drawn in: its nodes are walked along what has been
 committed since, those below the new anchor live on, the rest is dropped and counted as stale. So late, cut, doubled and
 lost messages cost speed only.
+
+Sampled nodes (the rejection rule) are never merged, and their scores are those of their ranks among their siblings,
+whatever the draft says: a tree that is cut by them is cut by its structure.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from draftwood import tree as tt
-from draftwood.tree import GONE, FloatArray, IndexArray, IntArray, TokenTree
+from draftwood.acceptance import sibling_score
+from draftwood.tree import GONE, FloatArray, IndexArray, IntArray, Proposal, TokenTree
 from verifier_service.calibration import Calibration
 
 REMEMBERED_EPOCHS = 64
@@ -33,6 +37,7 @@ class Nodes:
     parent: IndexArray  # [n]
     token: IntArray  # [n]
     score: FloatArray  # [n]
+    drawn: Mapping[int, Proposal] = field(default_factory=dict)  # by parent id: what children were sampled from
 
 
 @dataclass(slots=True)
@@ -45,9 +50,10 @@ class _Draft:
 class LiveTree:
     """The trie below the session's anchor; shares the list of committed tokens with the session, which appends."""
 
-    def __init__(self, tokens: list[int], capacity: int) -> None:
+    def __init__(self, tokens: list[int], capacity: int, *, sampled: bool = False) -> None:
         self._text = tokens
         self._capacity = capacity
+        self._sampled = sampled
         self._anchors = deque([len(tokens) - 1], maxlen=REMEMBERED_EPOCHS)  # positions, the current epoch's last
         self._drafts: dict[int, _Draft] = {}
         self._clear()
@@ -56,6 +62,7 @@ class LiveTree:
     def _clear(self) -> None:
         self._parent, self._token, self._score = [-1], [self._text[-1]], [0.0]
         self._raw, self._origin = [0.0], [GONE]
+        self._drawn: list[Proposal | None] = [None]
         self._child: dict[tuple[int, int], int] = {}
 
     @property
@@ -66,6 +73,10 @@ class LiveTree:
         """The trie with calibrated scores."""
         parent, token = np.array(self._parent, np.int32), np.array(self._token, np.int32)
         return TokenTree(parent, token, np.array(self._score, np.float32))
+
+    def drawn(self, nodes: IndexArray) -> list[Proposal | None]:
+        """What each of the nodes was sampled from."""
+        return [self._drawn[node] for node in nodes.tolist()]
 
     def attach(self, draft: int, calibration: Calibration) -> None:
         self._drafts[draft] = _Draft(calibration)
@@ -85,12 +96,18 @@ class LiveTree:
                 stale += 1
                 continue
             above = self._epoch_anchor(nodes.epoch) if parent == 0 else view.places.get(parent, GONE)
-            place = self._add(above, token, raw, score, draft)
+            edge = self._by_rank(above, view.calibration) if self._sampled else (raw, score)
+            place = self._add(above, token, edge[0], edge[1], draft, nodes.drawn.get(parent))
             stale += place == GONE
             if place != GONE:
                 view.places[node_id] = place
         view.last_id = max(view.last_id, nodes.first_id + len(nodes.token) - 1)
         return stale
+
+    def _by_rank(self, above: int, calibration: Calibration) -> tuple[float, float]:
+        """Raw and calibrated score of the next child of ``above``."""
+        raw = np.array([sibling_score(self._parent.count(above))], np.float32)
+        return float(raw[0]), float(calibration.apply(raw)[0])
 
     def _epoch_anchor(self, epoch: int) -> int:
         age = self.epoch - epoch
@@ -99,22 +116,24 @@ class LiveTree:
     def _committed(self, position: int) -> int:
         return 0 if position == len(self._text) - 1 else -2 - position
 
-    def _add(self, above: int, token: int, raw: float, score: float, draft: int) -> int:
+    def _add(self, above: int, token: int, raw: float, score: float, draft: int, drawn: Proposal | None) -> int:
         if above <= -2:  # the parent is committed: so is this node, or it is on a branch not taken
             position = -1 - above
             return self._committed(position) if self._text[position] == token else GONE
         if above == GONE:
             return GONE
-        at = self._child.get((above, token), GONE)
+        at = GONE if self._sampled else self._child.get((above, token), GONE)
         if at != GONE:
             self._score[at] = max(self._score[at], score)
         elif self.size < self._capacity:
-            at = self._child[above, token] = self.size
+            at = self.size
+            self._child.setdefault((above, token), at)
             self._parent.append(above)
             self._token.append(token)
             self._score.append(score)
             self._raw.append(raw)
             self._origin.append(draft)
+            self._drawn.append(drawn)
         return at
 
     def learn(self, verified: IndexArray, path: Sequence[int]) -> None:
@@ -160,5 +179,7 @@ class LiveTree:
         keep = np.nonzero(index != GONE)[0].tolist()
         self._parent, self._token, self._score = below.parent.tolist(), below.token.tolist(), below.score.tolist()
         self._raw, self._origin = [self._raw[n] for n in keep], [self._origin[n] for n in keep]
-        self._child = {(p, t): n for n, (p, t) in enumerate(zip(self._parent, self._token, strict=True)) if n}
+        self._drawn = [self._drawn[n] for n in keep]
+        edges = list(zip(self._parent, self._token, strict=True))
+        self._child = {edges[n]: n for n in range(len(edges) - 1, 0, -1)}  # of equal siblings the first
         return {n: int(index[n]) for n in keep}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftwood.acceptance import Emission, Ending, emit
+from draftwood.acceptance import Emission, Ending, Rule, emit
 from draftwood.errors import InvalidArgument
 from draftwood.processors import MAX_BAD_WORDS, ProcessorParams, check_bad_word, check_count, check_parameter
 from draftwood.runtime.text import TextCodec, TextStream
 from draftwood.sampling import SamplingParams
 from draftwood.stop_strings import StopStrings
+from draftwood.v1 import draft_pb2
 from draftwood.v1 import verifier_pb2 as pb
 from verifier_service.session import GenerateRequest
 
@@ -36,8 +37,12 @@ def check_request(
     max_nodes: int,
     end_tokens: frozenset[int],
     seed: int,
+    rule: Rule = Rule.SHARED_NOISE,
 ) -> CheckedRequest:
-    """Tokenizes and checks a request; ``seed`` is used when it names none. Raises InvalidArgument with a field path."""
+    """Tokenizes and checks a request; ``seed`` and ``rule`` are used when it names none.
+
+    Raises InvalidArgument with a field path.
+    """
     generation = message.generation
     if not message.session_id:
         raise InvalidArgument("SESSION_ID", "the session id is empty", field="session_id")
@@ -68,17 +73,19 @@ def check_request(
         raise InvalidArgument("DEADLINE_TOO_LONG", message_, field="generation.deadline_ms")
     speculation = generation.speculation
     nodes = min(max_nodes, speculation.max_nodes or max_nodes)
+    sampling = _sampling(generation.sampling, codec, seed, token_count, ending)
     request = GenerateRequest(
         message.session_id,
         b"" if speculation.disabled else message.ticket,
         prompt,
         resume,
-        _sampling(generation.sampling, codec, seed, token_count, ending),
+        sampling,
         ending,
         0 if speculation.disabled else nodes,
         _top_logprobs(generation.sampling, token_count),
         text=text if stops else None,
         deadline_ms=generation.deadline_ms,
+        rule=_rule(speculation.rule, sampling, rule),
     )
     return CheckedRequest(request, text, resumed)
 
@@ -99,6 +106,22 @@ def _text(generation: pb.Generation, codec: TextCodec) -> tuple[bool, TextStream
         skip_special_tokens=generation.skip_special_tokens if generation.HasField("skip_special_tokens") else True,
     )
     return bool(generation.stop), text
+
+
+def rule_to_proto(rule: Rule) -> draft_pb2.Rule:
+    return getattr(draft_pb2, f"RULE_{rule.name}")  # type: ignore[no-any-return]
+
+
+def _rule(asked: int, sampling: SamplingParams, default: Rule) -> Rule:
+    if asked == draft_pb2.RULE_UNSPECIFIED:
+        return default
+    rule = next((rule for rule in Rule if rule_to_proto(rule) == asked), None)
+    if rule is None:
+        raise InvalidArgument("RULE", f"rule {asked} is not known here", field="generation.speculation.rule")
+    if rule is Rule.GREEDY and not sampling.greedy:
+        message = f"rule GREEDY has temperature 0, the request {sampling.temperature:g}"
+        raise InvalidArgument("RULE", message, field="generation.speculation.rule")
+    return rule
 
 
 def _prompt(generation: pb.Generation, codec: TextCodec) -> tuple[int, ...]:

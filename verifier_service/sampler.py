@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from draftwood.acceptance import Rule, reject, typical_targets
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument
 from draftwood.noise import GumbelCache
 from draftwood.processors import allow_only, process
@@ -37,10 +38,12 @@ class TargetSampler:
     """Runs the target and applies each session's rule; rows of one session never depend on another's.
 
     On a GPU tokens are chosen as part of the forward, but for sessions that need more than temperature and seed:
-    processors, or rules that have to sort (top-k, top-p, min-p).
+    processors, or rules that have to sort (top-k, top-p, min-p). ``typical`` are epsilon and delta of typical
+    acceptance.
     """
 
-    def __init__(self, runtime: ModelRuntime, token_count: int, noise_rows: int) -> None:
+    def __init__(self, runtime: ModelRuntime, token_count: int, noise_rows: int, typical: tuple[float, float]) -> None:
+        self._typical = typical
         self._runtime = runtime
         self._token_count = token_count
         self._on_device = runtime.device.type == "cuda"
@@ -70,16 +73,28 @@ class TargetSampler:
         }
         processed = self._process(parts, pieces, allowed or {})
         for k, rule in enumerate(rules):
+            if parts[k].session.request.sampled:
+                continue
             if not self._on_device or rule.truncates or k in processed:
                 groups.setdefault(replace(rule, processors=None) if rule.processors else rule, []).append(k)
         for rule, members in groups.items():
             tokens = iter(self._choose(rule, [parts[k] for k in members], [pieces[k] for k in members]))
             for k in members:
                 chosen[k] = [next(tokens) for _ in range(counts[k])]
+        for k, part in enumerate(parts):
+            if counts[k] and part.session.request.effective_rule in (Rule.REJECTION, Rule.TYPICAL):
+                chosen[k] = self._accept(part, chosen[k], pieces[k][:, : self._token_count])
         for k in processed:
             if NOT_FINITE in chosen[k]:
                 chosen[k] = _told_apart(chosen[k], pieces[k])
         return chosen
+
+    def _accept(self, part: Part, own: list[int], logits: Tensor) -> list[int]:
+        """The tokens of a rule that looks at the children of a node, too."""
+        session, rule = part.session, part.session.request.sampling
+        if session.request.sampled:
+            return reject(part.tree, session.tree.drawn(part.kept), logits, rule, len(session.tokens))
+        return typical_targets(part.tree, own, logits, rule, *self._typical)
 
     def logprobs(self, part: Part, nodes: Sequence[int], tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         """Of the tokens chosen at these nodes of a part of the last step; the request must ask for them."""

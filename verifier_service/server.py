@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from draftwood.acceptance import FinishReason
+from draftwood.acceptance import FinishReason, Rule
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
 from draftwood.rpc.server import RpcServer
@@ -29,7 +29,7 @@ from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
 from verifier_service.engine import Engine, Outcome
-from verifier_service.requests import check_request
+from verifier_service.requests import check_request, rule_to_proto
 from verifier_service.session import Emitted, Ended, Stats, TokenLogprobs
 from verifier_service.speculation import DraftLink, Target
 from verifier_service.width import Policy
@@ -224,6 +224,7 @@ class VerifierServer:
             max_nodes=self.settings.max_nodes,
             end_tokens=loaded.end_tokens,
             seed=secrets.randbits(64),
+            rule=Rule(self.settings.rule),
         )
         request, resumed = checked.request, checked.resumed
         if request.session_id in self._streams:
@@ -235,6 +236,8 @@ class VerifierServer:
             model=loaded.name,
             seed=request.sampling.seed,
             prompt_tokens=len(request.prompt),
+            rule=rule_to_proto(request.effective_rule),
+            lossy=request.effective_rule.lossy,
         )
         try:
             if resumed.finish:  # the tokens to resume from are the whole text

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from draftwood.acceptance import Ending, FinishReason
+from draftwood.acceptance import Ending, FinishReason, Rule
 from draftwood.processors import History
 from draftwood.runtime.text import TextStream
 from draftwood.sampling import SamplingParams
@@ -34,11 +34,21 @@ class GenerateRequest:
     top_logprobs: int | None = None  # alternatives to report with each token's log probability; None: report neither
     text: TextStream | None = None  # searched for stop strings; knows of ``resume``, the engine feeds it what follows
     deadline_ms: int = 0  # from its arrival; 0: none
+    rule: Rule = Rule.SHARED_NOISE  # at a temperature above 0; 0 is greedy
 
     @property
     def weight(self) -> int:
         """Parts of a step's nodes, where they are shared."""
         return URGENT_WEIGHT if self.deadline_ms else 1
+
+    @property
+    def effective_rule(self) -> Rule:
+        return Rule.GREEDY if self.sampling.greedy else self.rule
+
+    @property
+    def sampled(self) -> bool:
+        """True if drafts sample their nodes and say from what."""
+        return self.effective_rule is Rule.REJECTION
 
 
 @dataclass(slots=True)
@@ -126,7 +136,7 @@ class Session:
         self.tokens = [*self.request.prompt, *self.request.resume]
         if processors := self.request.sampling.processors:
             self.history = History(processors, self.tokens, len(self.request.prompt))
-        self.tree = LiveTree(self.tokens, self.live_nodes)
+        self.tree = LiveTree(self.tokens, self.live_nodes, sampled=self.request.sampled)
         self.committed_s = self.admitted_s
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from draftwood.acceptance import Rule
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, FailedPrecondition
 from draftwood.rpc.handlers import DecodeFailure
@@ -27,6 +28,7 @@ from draftwood.wire import (
 )
 from verifier_service.engine import Engine, Outcome, StartInfo
 from verifier_service.live_tree import Nodes
+from verifier_service.requests import rule_to_proto
 
 log = get_logger(__name__)
 
@@ -106,7 +108,8 @@ class DraftLink:
         )
         self._caps = smaller_caps(ours, hello.draft.caps)
         model = f"{hello.draft.kind}:{hello.draft.model}"
-        target.worker.post(lambda: target.engine.open_link(self.link_id, model))
+        rules = frozenset(rule for rule in Rule if rule_to_proto(rule) in hello.draft.rules)
+        target.worker.post(lambda: target.engine.open_link(self.link_id, model, rules))
         log.info("draft joined", kind=hello.draft.kind, model=hello.draft.model, incarnation=hello.draft.incarnation)
         return draft_pb2.Welcome(
             protocol_version=PROTOCOL_VERSION,
@@ -169,7 +172,7 @@ class DraftLink:
 
     def _grow_all(self, growths: Sequence[SessionGrowth]) -> None:
         for growth in growths:
-            nodes = Nodes(growth.epoch, growth.first_id, growth.parent, growth.token, growth.score)
+            nodes = Nodes(growth.epoch, growth.first_id, growth.parent, growth.token, growth.score, growth.drawn)
             try:
                 self._target.engine.grow(self.link_id, growth.handle, nodes, complete=growth.complete)
             except DraftwoodError as error:
@@ -198,7 +201,7 @@ class DraftLink:
                 epoch=start.epoch,
                 tokens=start.tokens,
                 seed=start.seed,
-                rule=draft_pb2.RULE_SHARED_NOISE if start.temperature else draft_pb2.RULE_GREEDY,
+                rule=rule_to_proto(start.rule),
                 temperature=start.temperature,
                 budget=start.budget,
                 remaining_tokens=start.remaining,

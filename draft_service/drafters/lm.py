@@ -10,7 +10,8 @@ Slots: the cache holds the committed prefix, then the expanded nodes of the tree
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,22 +19,26 @@ from torch import Tensor
 
 from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
 from draftwood import tree as tt
+from draftwood.acceptance import Rule, sample_children, sibling_score
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted
 from draftwood.noise import GumbelCache
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, draft_children
-from draftwood.tree import TokenTree
+from draftwood.tree import Proposal, TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 
-Children = tuple[list[list[int]], list[list[float]]]
-"""Tokens and scores, [parents][branch] each; token -1: no child."""
+Children = tuple[np.ndarray, np.ndarray, Sequence[Proposal | None]]
+"""Tokens and scores, [parents, branch] each, token -1: no child; and what the parents' children were sampled from, if
+they were."""
 
 UNEXPANDED = -1
 MOST_TAIL_TOKENS = 256
 """Expanded nodes kept in the cache of one session."""
+
+MOST_NODES = 4 * MOST_TAIL_TOKENS
 
 
 @dataclass(eq=False)
@@ -47,17 +52,57 @@ class _Session:
     tree: TokenTree = field(init=False)
     reach: np.ndarray = field(init=False)  # log survival, [tree.size]
     depth: np.ndarray = field(init=False)  # [tree.size]
-    slot: np.ndarray = field(default_factory=lambda: np.full(1, UNEXPANDED, np.int64))  # place in the tail, [tree.size]
+    slot: np.ndarray = field(init=False)  # place in the tail, [tree.size]
+    expanded: np.ndarray = field(init=False)  # nodes by their place in the tail
+    seen: np.ndarray = field(init=False)  # bool [tail, tail], what each expanded node sees of the tail
+    frontier: list[int] | None = None  # nodes worth expanding now; None: not known
+    drawn: dict[int, Proposal] = field(default_factory=dict)  # by node: what its children were sampled from
     numbering: Numbering = field(default_factory=Numbering)
     levels: int = 0  # forwards of this round
     complete: bool = False
 
     def __post_init__(self) -> None:
-        self.plant(TokenTree.root(self.tokens[-1]))
+        self.plant_anchor()
 
-    def plant(self, tree: TokenTree) -> None:
-        """Replaces the tree."""
+    def plant(self, tree: TokenTree, expanded: np.ndarray, seen: np.ndarray) -> None:
+        """Replaces the tree, and the expanded nodes in the tail."""
         self.tree, self.reach, self.depth = tree, tt.log_survival(tree), tt.depths(tree)
+        self.slot, self.expanded, self.seen = np.full(tree.size, UNEXPANDED, np.int64), expanded, seen
+        self.slot[expanded] = np.arange(len(expanded))
+
+    def plant_anchor(self) -> None:
+        """Starts over: a tree of the last committed token alone."""
+        self.plant(TokenTree.root(self.tokens[-1]), np.zeros(0, np.int64), np.zeros((0, 0), np.bool_))
+
+    def extend(self, parent: np.ndarray, token: np.ndarray, score: np.ndarray) -> None:
+        """Adds children of nodes that had none."""
+        self.tree = tt.extend(self.tree, parent, token, score)
+        self.reach = np.concatenate([self.reach, self.reach[parent] + score])
+        self.depth = np.concatenate([self.depth, self.depth[parent] + 1])
+        self.slot = np.concatenate([self.slot, np.full(len(parent), UNEXPANDED, np.int64)])
+        self.numbering.extend(self.tree.size)
+
+    def place(self, nodes: list[int]) -> None:
+        """Gives nodes the next places in the tail: each sees what its parent sees, and itself."""
+        tail, count = self.tail, len(nodes)
+        above = self.slot[self.tree.parent[nodes]]
+        seen = np.zeros((tail + count, tail + count), np.bool_)
+        seen[:tail, :tail] = self.seen
+        below = np.nonzero(above != UNEXPANDED)[0]
+        seen[tail + below, :tail] = self.seen[above[below]]
+        seen[np.arange(tail, tail + count), np.arange(tail, tail + count)] = True
+        self.slot[nodes] = np.arange(tail, tail + count)
+        self.seen, self.expanded = seen, np.concatenate([self.expanded, np.array(nodes, np.int64)])
+
+    @property
+    def sampled(self) -> bool:
+        return self.start.rule is Rule.REJECTION and not self.start.sampling.greedy
+
+    @property
+    def rule(self) -> SamplingParams:
+        """What children are drawn by: the noise helps where the target's choice has it."""
+        noise = self.start.rule is Rule.SHARED_NOISE and not self.start.sampling.greedy
+        return self.start.sampling if noise else SamplingParams()
 
     @property
     def pending(self) -> int:
@@ -66,15 +111,25 @@ class _Session:
     @property
     def tail(self) -> int:
         """Expanded nodes in the cache, the anchor not counted: it belongs to the prefix."""
-        return int((self.slot[1:] != UNEXPANDED).sum())
+        return len(self.expanded)
 
 
 class LmDrafter:
     """Drafts with a causal LM over its own paged KV cache."""
 
     kind = "lm"
+    rules: tuple[Rule, ...] = (Rule.REJECTION,)
 
-    def __init__(self, runtime: ModelRuntime, settings: DraftSettings, model: str, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        runtime: ModelRuntime,
+        settings: DraftSettings,
+        model: str,
+        vocabulary: Vocabulary,
+        random: np.random.Generator | None = None,
+    ) -> None:
+        """``random`` samples children under the rejection rule; a generator with a random seed if left out."""
+        self._random = random or np.random.default_rng()
         self.model = model
         self.vocabulary: Vocabulary | None = vocabulary
         self._runtime = runtime
@@ -101,7 +156,7 @@ class LmDrafter:
             raise ValueError(f"{len(session.tokens)} + {len(committed.tokens)} tokens do not make {committed.length}")
         self._follow(session, committed.tokens)
         session.epoch, session.budget = committed.epoch, committed.budget
-        session.levels, session.complete = 0, False
+        session.levels, session.complete, session.frontier = 0, False, None
 
     def _follow(self, session: _Session, tokens: tuple[int, ...]) -> None:
         """Walks the tree along the committed tokens, moves what is kept to its new slots and re-roots."""
@@ -109,23 +164,22 @@ class LmDrafter:
         on_tree = len(walked) == len(tokens)
         anchor = walked[-1] if on_tree else None
         expanded_path = [n for n in walked if session.slot[n] != UNEXPANDED] if session.pending == 0 else []
-        below = _kept_below(session, anchor) if anchor is not None else []
+        below = _kept_below(session, anchor) if anchor is not None else np.zeros(0, np.int64)
         first = session.cached
-        old = [first + int(session.slot[n]) for n in [*expanded_path, *below]]
+        old = [first + place for place in session.slot[[*expanded_path, *below]].tolist()]
         if old:
             self._runtime.move([(session.pages, old, list(range(first, first + len(old))))])
         session.cached += len(expanded_path)
         session.tokens.extend(tokens)
         if anchor is None or session.pending:  # the anchor is new to the cache: nothing hangs below it
             index = None
-            session.plant(TokenTree.root(session.tokens[-1]))
-            session.slot = np.full(1, UNEXPANDED, np.int64)
+            session.plant_anchor()
+            session.drawn = {}
         else:
-            where = {n: k for k, n in enumerate(below)}
+            places = session.slot[below]
             below_anchor, index = tt.reroot(session.tree, anchor)
-            session.plant(below_anchor)
-            kept = np.nonzero(index >= 0)[0]
-            session.slot = np.array([where.get(int(n), UNEXPANDED) for n in kept], np.int64)
+            session.plant(below_anchor, index[below], session.seen[np.ix_(places, places)])
+            session.drawn = {int(index[n]): q for n, q in session.drawn.items() if index[n] >= 0}
         session.numbering.restart(index)
 
     # --- growth ---
@@ -149,6 +203,7 @@ class LmDrafter:
         for key, session in opened.items():
             if self._is_done(session):
                 session.complete, session.levels = True, max(session.levels, self._settings.depth)
+                session.frontier = None
                 out.append((key, self._pack(session, key[1])))
         return out
 
@@ -162,12 +217,20 @@ class LmDrafter:
 
     def _pack(self, session: _Session, handle: int) -> SessionGrowth:
         nodes = tt.best(session.tree, min(session.budget, session.start.max_nodes)).tolist()
-        return session.numbering.growth(session.tree, nodes, session.epoch, handle, complete=True)
+        fresh = [node for node in nodes if session.numbering.ids[node] < 0]
+        growth = session.numbering.growth(session.tree, nodes, session.epoch, handle, complete=True)
+        if not session.sampled:
+            return growth
+        parents = dict.fromkeys(session.tree.parent[fresh].tolist())
+        return replace(growth, drawn={int(session.numbering.ids[p]): session.drawn[p] for p in parents})
 
     def _frontier(self, session: _Session) -> list[int]:
         """Nodes worth expanding now, likeliest first: a child of theirs could still be among the best ``budget``."""
-        if session.pending:
-            return []
+        if session.frontier is None:
+            session.frontier = [] if session.pending else self._likeliest(session)
+        return session.frontier
+
+    def _likeliest(self, session: _Session) -> list[int]:
         reach, depth = session.reach, session.depth
         wanted = session.budget if not session.complete else 2 * session.budget
         floor = float(np.partition(reach, -wanted - 1)[-wanted - 1]) if len(reach) > wanted else -np.inf
@@ -206,18 +269,31 @@ class LmDrafter:
         groups: dict[tuple[SamplingParams, int], list[int]] = {}
         for k, session in enumerate(jobs):
             size = min(self._token_count, session.start.vocab_size)
-            rule = SamplingParams() if session.start.sampling.greedy else session.start.sampling
-            groups.setdefault((rule, size), []).append(k)
-        out: list[Children] = [([], []) for _ in jobs]
+            if not session.sampled:
+                groups.setdefault((session.rule, size), []).append(k)
+        none = np.zeros((0, self._settings.branch), np.int64)
+        out = [
+            self._sample(session, piece) if session.sampled else (none, none, [])
+            for session, piece in zip(jobs, pieces, strict=True)
+        ]
         for (rule, size), members in groups.items():
             rows = logits if len(members) == len(jobs) else torch.cat([pieces[k] for k in members])
             positions = [int(d) + len(jobs[k].tokens) for k in members for d in jobs[k].depth[parents[k]]]
             if positions:
                 found = draft_children(rows, rule, positions, self._noise, self._settings.branch, vocab_size=size)
-                tokens, scores = iter(found[0].tolist()), iter(found[1].tolist())
-                for k in members:
-                    out[k] = ([next(tokens) for _ in parents[k]], [next(scores) for _ in parents[k]])
+                ends = np.cumsum([len(parents[k]) for k in members])[:-1]
+                tokens, scores = (np.split(column.cpu().numpy(), ends) for column in found)
+                for k, token, score in zip(members, tokens, scores, strict=True):
+                    out[k] = (token, score, [])
         return out
+
+    def _sample(self, session: _Session, logits: Tensor) -> Children:
+        """Children for the rejection rule; their scores are those of their ranks, so that a cut is one by structure."""
+        settings, size = self._settings, min(self._token_count, session.start.vocab_size)
+        q = SamplingParams(session.start.sampling.temperature, min(settings.q_top_k, size), settings.q_top_p)
+        tokens, proposals = sample_children(logits, q, settings.branch, self._random, vocab_size=size)
+        by_rank = [sibling_score(rank) for rank in range(settings.branch)]
+        return tokens, np.tile(by_rank, (len(proposals), 1)), proposals
 
     def _rows(self, session: _Session, most: int) -> Rows | None:
         """The session's rows of the next forward: committed tokens it lacks, else its frontier. None: nothing now."""
@@ -232,7 +308,7 @@ class LmDrafter:
         if not nodes:
             return None
         session.levels += 1
-        session.slot[nodes] = session.tail + np.arange(len(nodes))
+        session.place(nodes)
         return _level(session, nodes)
 
     def _room_for(self, session: _Session, rows: int) -> bool:
@@ -250,27 +326,20 @@ class LmDrafter:
 
         Unlikely ones are kept too: once their parent has become the anchor they are likely enough.
         """
-        kept = [
-            (parent, token, score)
-            for parent, *row in zip(parents, *children, strict=True)
-            for token, score in zip(*row, strict=True)
-            if token >= 0
-        ]
-        if kept:
-            above, token, score = zip(*kept, strict=True)
-            grown, _ = tt.insert(session.tree, above, token, score, capacity=4 * MOST_TAIL_TOKENS)
-            session.plant(grown)
-            fresh = session.tree.size - len(session.slot)
-            session.slot = np.concatenate([session.slot, np.full(fresh, UNEXPANDED, np.int64)])
-            session.numbering.extend(session.tree.size)
+        tokens, scores, drawn = children
+        session.drawn.update((p, q) for p, q in zip(parents, drawn, strict=False) if q is not None)
+        kept = np.nonzero(tokens.ravel() >= 0)[0][: max(0, MOST_NODES - session.tree.size)]
+        parent = np.array(parents, np.int64)[kept // self._settings.branch]
+        session.extend(parent, tokens.ravel()[kept], scores.ravel()[kept])
+        session.frontier = None
 
 
 def _parents(session: _Session, part: Rows) -> list[int]:
     """Nodes whose logits the forward of ``part`` yields, in row order."""
     if session.pending:
         return [0] if part.logits_from < len(part.token) else []
-    newest = session.tail - len(part.token)
-    return [n for n in np.nonzero(session.slot >= newest)[0].tolist() if n > 0]
+    newest: list[int] = session.expanded[session.tail - len(part.token) :].tolist()
+    return newest
 
 
 def _walk(tree: TokenTree, tokens: tuple[int, ...]) -> list[int]:
@@ -284,10 +353,14 @@ def _walk(tree: TokenTree, tokens: tuple[int, ...]) -> list[int]:
     return walked
 
 
-def _kept_below(session: _Session, anchor: int) -> list[int]:
+def _kept_below(session: _Session, anchor: int) -> np.ndarray:
     """Expanded nodes strictly below ``anchor``, in slot order."""
-    below = np.nonzero(tt.ancestors(session.tree)[:, anchor] & (session.slot != UNEXPANDED))[0]
-    return sorted((int(n) for n in below if n != anchor), key=lambda n: int(session.slot[n]))
+    place = session.slot[anchor]
+    if place == UNEXPANDED:
+        return np.zeros(0, np.int64)
+    nodes: np.ndarray = session.expanded[session.seen[:, place]]
+    below: np.ndarray = nodes[nodes != anchor]
+    return below
 
 
 def _catch_up(session: _Session, most: int) -> Rows:
@@ -301,10 +374,5 @@ def _catch_up(session: _Session, most: int) -> Rows:
 
 def _level(session: _Session, nodes: list[int]) -> Rows:
     """The frontier as query rows over prefix and tail; each sees its expanded ancestors and itself."""
-    tree, slot = session.tree, session.slot
-    expanded = np.nonzero(slot != UNEXPANDED)[0]
-    expanded = expanded[expanded > 0]
-    in_slot_order = expanded[np.argsort(slot[expanded])]
-    visible = tt.ancestors(tree)[nodes][:, in_slot_order]
-    position = (len(session.tokens) - 1 + session.depth[in_slot_order]).astype(np.int32)
-    return Rows(session.pages, session.cached, tree.token[nodes], position, visible)
+    position = (len(session.tokens) - 1 + session.depth[session.expanded]).astype(np.int32)
+    return Rows(session.pages, session.cached, session.tree.token[nodes], position, session.seen[-len(nodes) :])

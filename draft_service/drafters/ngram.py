@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
 from draftwood import tree as tt
+from draftwood.acceptance import Rule
 from draftwood.config import DraftSettings
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
@@ -40,6 +41,7 @@ class NgramDrafter:
     kind = "ngram"
     model = ""
     vocabulary: Vocabulary | None = None
+    rules: tuple[Rule, ...] = ()
 
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings

@@ -13,9 +13,13 @@ class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RULE_UNSPECIFIED: _ClassVar[Rule]
     RULE_GREEDY: _ClassVar[Rule]
     RULE_SHARED_NOISE: _ClassVar[Rule]
+    RULE_REJECTION: _ClassVar[Rule]
+    RULE_TYPICAL: _ClassVar[Rule]
 RULE_UNSPECIFIED: Rule
 RULE_GREEDY: Rule
 RULE_SHARED_NOISE: Rule
+RULE_REJECTION: Rule
+RULE_TYPICAL: Rule
 
 class AttachRequest(_message.Message):
     __slots__ = ("session_id", "ticket", "verifier_address")
@@ -74,18 +78,20 @@ class DraftServiceWatchLoadResponse(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., nodes_drafted: _Optional[int] = ..., idle_share: _Optional[float] = ..., draining: _Optional[bool] = ..., round_ms: _Optional[float] = ...) -> None: ...
 
 class DraftInfo(_message.Message):
-    __slots__ = ("kind", "model", "incarnation", "tokenizer", "caps")
+    __slots__ = ("kind", "model", "incarnation", "tokenizer", "caps", "rules")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     CAPS_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     model: str
     incarnation: str
     tokenizer: TokenizerInfo
     caps: Caps
-    def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., incarnation: _Optional[str] = ..., tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., caps: _Optional[_Union[Caps, _Mapping]] = ...) -> None: ...
+    rules: _containers.RepeatedScalarFieldContainer[Rule]
+    def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., incarnation: _Optional[str] = ..., tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., caps: _Optional[_Union[Caps, _Mapping]] = ..., rules: _Optional[_Iterable[_Union[Rule, str]]] = ...) -> None: ...
 
 class TokenizerInfo(_message.Message):
     __slots__ = ("size", "sha256", "vocab_size", "special_ids")

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Growth(_message.Message):
-    __slots__ = ("handle", "epoch", "first_id", "parent_base", "count", "complete", "parent", "token", "score")
+    __slots__ = ("handle", "epoch", "first_id", "parent_base", "count", "complete", "parent", "token", "score", "drawn", "q_parent", "q_count", "q_token", "q_prob")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,11 @@ class Growth(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    DRAWN_FIELD_NUMBER: _ClassVar[int]
+    Q_PARENT_FIELD_NUMBER: _ClassVar[int]
+    Q_COUNT_FIELD_NUMBER: _ClassVar[int]
+    Q_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    Q_PROB_FIELD_NUMBER: _ClassVar[int]
     handle: _containers.RepeatedScalarFieldContainer[int]
     epoch: _containers.RepeatedScalarFieldContainer[int]
     first_id: _containers.RepeatedScalarFieldContainer[int]
@@ -26,7 +31,12 @@ class Growth(_message.Message):
     parent: _containers.RepeatedScalarFieldContainer[int]
     token: _containers.RepeatedScalarFieldContainer[int]
     score: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, handle: _Optional[_Iterable[int]] = ..., epoch: _Optional[_Iterable[int]] = ..., first_id: _Optional[_Iterable[int]] = ..., parent_base: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., complete: _Optional[_Iterable[bool]] = ..., parent: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[float]] = ...) -> None: ...
+    drawn: _containers.RepeatedScalarFieldContainer[int]
+    q_parent: _containers.RepeatedScalarFieldContainer[int]
+    q_count: _containers.RepeatedScalarFieldContainer[int]
+    q_token: _containers.RepeatedScalarFieldContainer[int]
+    q_prob: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, handle: _Optional[_Iterable[int]] = ..., epoch: _Optional[_Iterable[int]] = ..., first_id: _Optional[_Iterable[int]] = ..., parent_base: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., complete: _Optional[_Iterable[bool]] = ..., parent: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[float]] = ..., drawn: _Optional[_Iterable[int]] = ..., q_parent: _Optional[_Iterable[int]] = ..., q_count: _Optional[_Iterable[int]] = ..., q_token: _Optional[_Iterable[int]] = ..., q_prob: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "reason", "message", "field", "retry_after_ms")

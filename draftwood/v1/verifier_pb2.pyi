@@ -222,12 +222,14 @@ class BadWord(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("disabled", "max_nodes")
+    __slots__ = ("disabled", "max_nodes", "rule")
     DISABLED_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     disabled: bool
     max_nodes: int
-    def __init__(self, disabled: _Optional[bool] = ..., max_nodes: _Optional[int] = ...) -> None: ...
+    rule: _draft_pb2.Rule
+    def __init__(self, disabled: _Optional[bool] = ..., max_nodes: _Optional[int] = ..., rule: _Optional[_Union[_draft_pb2.Rule, str]] = ...) -> None: ...
 
 class GenerationEvent(_message.Message):
     __slots__ = ("started", "chunk", "finished", "error", "index")
@@ -244,16 +246,20 @@ class GenerationEvent(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., error: _Optional[_Union[_tree_pb2.Error, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("session_id", "model", "seed", "prompt_tokens")
+    __slots__ = ("session_id", "model", "seed", "prompt_tokens", "rule", "lossy")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     model: str
     seed: int
     prompt_tokens: int
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    rule: _draft_pb2.Rule
+    lossy: bool
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., rule: _Optional[_Union[_draft_pb2.Rule, str]] = ..., lossy: _Optional[bool] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "tokens", "pieces", "accepted", "logprobs")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -166,10 +165,10 @@ def exact_scores(drafter: LmDrafter, verifier: Verifier) -> float:
         return 0.0
     open_nodes = [n for n in range(1, session.tree.size) if session.slot[n] == lm.UNEXPANDED][:6]
     assert drafter._room_for(session, len(open_nodes))
-    slot = session.slot.copy()
-    session.slot[open_nodes] = session.tail + np.arange(len(open_nodes))
+    before = session.slot.copy(), session.expanded, session.seen
+    session.place(open_nodes)
     logits = drafter._runtime.forward([lm._level(session, open_nodes)])
-    session.slot = slot
+    session.slot, session.expanded, session.seen = before
     worst = 0.0
     for row, node in zip(logits, open_nodes, strict=True):
         path = []

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.errors import Internal
-from draftwood.v1 import verifier_pb2
+from draftwood.v1 import draft_pb2, verifier_pb2
 from router.progress import Progress, seeded
 
 TEXT = [17, 4, 99, 3, 8, 21, 56, 70, 2, 35]
@@ -35,6 +35,13 @@ def test_started_passes_once() -> None:
     event = verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=1))
     assert progress.admit(event) == event
     assert progress.admit(event) is None
+
+
+def test_the_rule_in_force_is_kept_for_the_next_verifier() -> None:
+    """Its default may be another, and a text must not change its promise in the middle."""
+    progress = Progress(verifier_pb2.Generation())
+    progress.admit(verifier_pb2.GenerationEvent(started=verifier_pb2.Started(rule=draft_pb2.RULE_REJECTION)))
+    assert progress.request().speculation.rule == draft_pb2.RULE_REJECTION
 
 
 def test_known_tokens_are_cut_off_with_their_pieces_and_marks() -> None:

@@ -197,6 +197,14 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"text": "x", "n": 2, "sampling": SAMPLING(temperature=1), "stop": [""]},
         "INVALID_ARGUMENT", "STOP_STRINGS", "generation.stop[0]",
     ),
+    "unknown_rule": (
+        {"text": "x", "speculation": verifier_pb2.Speculation(rule=9)},
+        "INVALID_ARGUMENT", "RULE", "generation.speculation.rule",
+    ),
+    "greedy_rule_at_a_temperature": (
+        {"text": "x", "sampling": SAMPLING(temperature=0.5), "speculation": verifier_pb2.Speculation(rule=1)},
+        "INVALID_ARGUMENT", "RULE", "generation.speculation.rule",
+    ),
 } | {
     f"{name}_{value}".replace("-", "minus_"): (
         {"text": "x", "sampling": SAMPLING(**{name: value})}, "INVALID_ARGUMENT", "SAMPLING", f"sampling.{name}",
@@ -559,6 +567,12 @@ TREES: dict[str, tuple[dict[str, Any], str]] = {
     "count_beyond_the_nodes": ({"count": [2**32 - 1]}, "TREE_LENGTH_MISMATCH"),
     "no_epoch": ({"epoch": []}, "TREE_LENGTH_MISMATCH"),
     "two_handles": ({"handle": [1, 1]}, "TREE_LENGTH_MISMATCH"),
+    "q_that_sums_to_two": ({"drawn": 1, "q_parent": 0, "q_count": 1, "q_token": 5, "q_prob": 2.0}, "TREE_BAD_Q"),
+    "q_without_the_token": ({"drawn": 1, "q_parent": 0, "q_count": 1, "q_token": 6, "q_prob": 1.0}, "TREE_BAD_Q"),
+    "q_under_the_greedy_rule": ({"drawn": 1, "q_parent": 0, "q_count": 1, "q_token": 5, "q_prob": 1.0}, "TREE_BAD_Q"),
+    "q_for_no_session": (
+        {"drawn": [1, 1], "q_parent": 0, "q_count": 1, "q_token": 5, "q_prob": 1.0}, "TREE_LENGTH_MISMATCH",
+    ),
     "epoch_to_come": ({"epoch": [10**6]}, "TREE_EPOCH"),
 }  # fmt: skip
 
