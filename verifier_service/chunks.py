@@ -1,7 +1,8 @@
 """How many rows of prefill go along with a step, and who gets them. Pure.
 
 A chunk is the largest that makes the step at most ``STRETCH`` times as long as it is without, but never less than
-``LEAST_CHUNK`` rows, or ``LEAST_ROWS`` where a row costs much more than T(rows) says: decoding sessions keep their pace, and prefill always gets on (Sarathi-Serve, arXiv:2403.02310).
+``LEAST_CHUNK`` rows, or ``LEAST_ROWS`` where a row costs much more than T(rows) says: decoding sessions keep their
+pace, and prefill always gets on (Sarathi-Serve, arXiv:2403.02310).
 """
 
 from __future__ import annotations
