@@ -1,7 +1,8 @@
 """How many rows of prefill go along with a step, and who gets them. Pure.
 
 A chunk is the largest that makes the step at most ``STRETCH`` times as long as it is without, but never less than
-``LEAST_CHUNK`` rows: decoding sessions keep their pace, and prefill always gets on (Sarathi-Serve, arXiv:2403.02310).
+``LEAST_CHUNK`` rows, or ``LEAST_ROWS`` where a row costs much more than T(rows) says: decoding sessions keep their
+pace, and prefill always gets on (Sarathi-Serve, arXiv:2403.02310).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 STRETCH = 1.35
 LEAST_CHUNK = 8
+LEAST_ROWS = 4
 
 
 class PrefillCost:
@@ -25,7 +27,8 @@ class PrefillCost:
         """Rows of prefill for a step that would take ``step_s[n]`` seconds with n of them, n from 0 to the most."""
         extra_s = np.maximum.accumulate(step_s - step_s[0]) * self._factor
         most = len(step_s) - 1
-        return min(most, max(LEAST_CHUNK, int(np.searchsorted(extra_s, (STRETCH - 1) * step_s[0], side="right")) - 1))
+        least = max(LEAST_ROWS, round(LEAST_CHUNK / max(1.0, self._factor)))
+        return min(most, max(least, int(np.searchsorted(extra_s, (STRETCH - 1) * step_s[0], side="right")) - 1))
 
     def observe(self, without_s: float, expected_s: float, seen_s: float) -> None:
         """A step with prefill took ``seen_s``; T(rows) says ``expected_s``, and ``without_s`` without prefill."""

@@ -180,7 +180,8 @@ class Planner:
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
         candidates = [self._candidates(s) for s in sessions]
         reach = [r[1:] for _, _, r in candidates]
-        self.outlook.observe(reach)
+        if self._settings.width == "adaptive":
+            self.outlook.observe(reach)
         lowest = self._lowest_admitted(reach)
         self._expected = len(sessions) + sum(float(np.exp(r[r >= lowest]).sum()) for r in reach)
         keeps = [np.nonzero(log_reach >= lowest)[0] for _, _, log_reach in candidates]
@@ -280,10 +281,12 @@ class Planner:
 
     def _judge(self, parts: Sequence[Part], tokens: int, seconds: float, forward_s: float, prefill_s: float) -> None:
         """Whether drafts pay: what the step was expected to write, which varies less than what it wrote."""
+        drafted = [part.session.has_drafted for part in parts if part.session.drafts]
+        if not drafted:
+            return
         others = self._prefilling
         predicted = self.outlook.advantage(self._decoding, others, self._least_chunk, self.times, self._load)
-        drafted = [part.session.has_drafted for part in parts if part.session.drafts]
-        if drafted and all(drafted) and self.gate.open and seconds < LONGEST_STEP_S:
+        if all(drafted) and self.gate.open and seconds < LONGEST_STEP_S:
             rows = sum(part.tree.size for part in parts)
             plain_s = self.times.plain(self._decoding, self._load)
             if rows > len(parts):

@@ -153,15 +153,19 @@ class Outlook:
 
     def observe(self, log_reach: Sequence[NDArray[np.float64]]) -> None:
         """Learns from the candidates of one step: the log survivals of each session's nodes."""
-        known = [np.cumsum(np.exp(np.sort(reach)[::-1])) for reach in log_reach if len(reach)]
-        if not known:
+        drawn = [reach for reach in log_reach if len(reach)]
+        if not drawn:
             return
-        seen = np.zeros_like(self._gain)
-        for gain in known:
-            seen[1 : len(gain) + 1] += gain
-            seen[len(gain) + 1 :] += np.maximum(gain[-1], self._gain[len(gain) + 1 :])
+        counts = np.array([len(reach) for reach in drawn])
+        falling = np.full((len(drawn), len(self._gain) - 1), np.inf)
+        for row, reach in zip(falling, drawn, strict=True):
+            row[: len(reach)] = -reach
+        falling.sort(axis=1)
+        gain = np.cumsum(np.exp(-falling), axis=1)
+        unknown = np.arange(falling.shape[1]) >= counts[:, None]
+        gain = np.where(unknown, np.maximum(gain, self._gain[1:]), gain)
         self._looks += 1
-        self._gain += max(SMOOTH, 1 / self._looks) * (seen / len(known) - self._gain)
+        self._gain[1:] += max(SMOOTH, 1 / self._looks) * (gain.mean(axis=0) - self._gain[1:])
 
     @property
     def truth(self) -> float:

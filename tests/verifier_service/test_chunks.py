@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from planning import decoding, make_planner, prefilling, step
 
-from verifier_service.chunks import LEAST_CHUNK, STRETCH, PrefillCost, fair_split
+from verifier_service.chunks import LEAST_CHUNK, LEAST_ROWS, STRETCH, PrefillCost, fair_split
 from verifier_service.width import StepTimes
 
 CPU = StepTimes([1, 8, 16, 32], [0.034, 0.037, 0.046, 0.074])
@@ -46,6 +46,15 @@ def test_rows_that_cost_more_than_T_says_make_smaller_chunks() -> None:
         cost.observe(curve[0], curve[chunk], curve[0] + 3 * (curve[chunk] - curve[0]))
     assert LEAST_CHUNK < cost.chunk(curve) < 0.5 * first
     assert curve[0] + 3 * (curve[cost.chunk(curve)] - curve[0]) <= 1.36 * curve[0]
+
+
+def test_the_least_chunk_halves_where_a_row_costs_far_more_than_T_says() -> None:
+    cost, curve = PrefillCost(), CPU(16 + np.arange(200), 0)
+    assert cost.chunk(curve) == max(LEAST_CHUNK, int(np.sum(curve <= STRETCH * curve[0])) - 1)
+    for _ in range(30):
+        chunk = cost.chunk(curve)
+        cost.observe(curve[0], curve[chunk], curve[0] + 8 * (curve[chunk] - curve[0]))
+    assert cost.chunk(curve) == LEAST_ROWS
 
 
 def test_full_width_leaves_prefill_its_rows() -> None:
