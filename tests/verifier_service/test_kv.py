@@ -389,6 +389,26 @@ def test_of_several_preempted_sessions_the_oldest_is_resumed_first() -> None:
     assert [s.request.session_id for s in engine.running] == ["s1"]
 
 
+def test_the_only_session_that_was_ready_gives_way_to_one_that_waits_for_its_draft() -> None:
+    """Then there is nothing to compute, and the step is none."""
+    engine = table_engine(16, draft_wait_ms=100)
+    engine.open_link(0, "silent")
+    engine.submit(request("old", [1] * 32, 20, GREEDY))
+    engine.join(0, 1, "old", b"t")
+    engine.submit(request("young", [2] * 20, 20, GREEDY))
+    engine.step()
+    pool = engine.runtime.pool
+    others = pool.take_pages(pool.available)
+    assert engine.step() == Outcome() and engine.due() is not None
+    assert [s.request.session_id for s in engine.preempted] == ["young"]
+    pool.give(others)
+    engine.cancel("old")
+    young = engine.sessions["young"]
+    while engine.sessions:
+        engine.step()
+    assert young.tokens[20:] == oracle([2] * 20, 20) and engine.audit() == []
+
+
 # --- bug kinds
 
 
