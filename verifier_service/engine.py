@@ -300,6 +300,8 @@ class Engine:
         for session in self._kv.make_room(self.running, self.planner.share):
             self._set_aside(session)
         parts = self.planner.plan(began, self.running, self._usual_round)
+        if not parts:  # whoever was ready gave way, and those that stay wait for their drafts
+            return Outcome()
         targets = self.sampler.step(parts)
         forward_s = self.clock() - began
         out = Outcome()

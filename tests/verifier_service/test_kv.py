@@ -313,6 +313,18 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was() -> None:
     assert engine.due() is None and engine.audit() == []
 
 
+def test_what_a_resumed_session_finds_again_is_not_called_cached_prompt() -> None:
+    engine = table_engine(16)
+    engine.submit(request("other", [3] * 20, 50, GREEDY))
+    engine.submit(request("s", [1] * 40, 30, GREEDY))
+    engine.step()
+    session = engine.sessions["s"]
+    engine._kv.release(session)
+    engine._set_aside(session)
+    engine.cancel("other")
+    assert (session.cached, session.stats.cached_prompt) == (2 * PAGE, 0)
+
+
 def test_nodes_make_nobody_give_way() -> None:
     """A tree gets what pages are to spare; a session whose next page is wanted for a tree alone is not preempted."""
     engine = table_engine(5)
@@ -364,6 +376,37 @@ def test_preempted_sessions_come_before_waiting_ones_and_can_be_cancelled() -> N
     outcome = engine.cancel("s1")
     assert [e.reason for e in outcome.ended] == [FinishReason.CANCELLED] and outcome.admitted == ["new"]
     assert not engine.preempted and engine.audit() == []
+
+
+def test_of_several_preempted_sessions_the_oldest_is_resumed_first() -> None:
+    engine = table_engine(9)
+    for k in range(3):
+        engine.submit(request(f"s{k}", [k] * 30, 60, GREEDY))
+    while len(engine.preempted) < 2:
+        engine.step()
+    assert [s.request.session_id for s in engine.preempted] == ["s1", "s2"]
+    engine.cancel("s0")
+    assert [s.request.session_id for s in engine.running] == ["s1"]
+
+
+def test_the_only_session_that_was_ready_gives_way_to_one_that_waits_for_its_draft() -> None:
+    """Then there is nothing to compute, and the step is none."""
+    engine = table_engine(16, draft_wait_ms=100)
+    engine.open_link(0, "silent")
+    engine.submit(request("old", [1] * 32, 20, GREEDY))
+    engine.join(0, 1, "old", b"t")
+    engine.submit(request("young", [2] * 20, 20, GREEDY))
+    engine.step()
+    pool = engine.runtime.pool
+    others = pool.take_pages(pool.available)
+    assert engine.step() == Outcome() and engine.due() is not None
+    assert [s.request.session_id for s in engine.preempted] == ["young"]
+    pool.give(others)
+    engine.cancel("old")
+    young = engine.sessions["young"]
+    while engine.sessions:
+        engine.step()
+    assert young.tokens[20:] == oracle([2] * 20, 20) and engine.audit() == []
 
 
 # --- bug kinds
