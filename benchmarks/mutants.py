@@ -1,6 +1,6 @@
 """Mutation testing of acceptance, trees and sessions: what share of small faults the tests notice.
 
-python benchmarks/mutants.py [--only live_tree] [--most 400] [--jobs 2]
+python benchmarks/mutants.py [--only live_tree] [--most 400] [--again] [--jobs 2]
 
 A mutant is one changed comparison, arithmetic or boolean operator, constant or return value of one module. The fast
 tests of that module run on it in a fork that loads the mutant instead; a failure, or no end in time, kills it. Some
@@ -16,10 +16,12 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import random
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton; the test
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from results import Check, write  # noqa: E402
+from results import FOLDER, Check, write  # noqa: E402
 
 FAST = ["-k", "not distribution and not every_tree and not plain_sampling and not bug_5_sampling"]
 RULES = ["tests/test_rules.py", *FAST]
@@ -65,6 +67,10 @@ class Mutant:
     line: int
     change: str
     tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}:{self.line}  {self.change}"
 
 
 def mutants(module: str) -> Iterator[Mutant]:
@@ -191,14 +197,23 @@ def survivors(chosen: Sequence[Mutant], jobs: int, most_cpu_s: dict[str, int]) -
         mutant = running.pop(pid)
         if os.waitstatus_to_exitcode(status) == 0:
             alive.append(mutant)
-            print(f"survives: {mutant.module}:{mutant.line}  {mutant.change}", flush=True)
+            print(f"survives: {mutant.name}", flush=True)
     return alive
+
+
+def sample(everything: list[Mutant], most: int) -> list[Mutant]:
+    """All, or as many of them, the same each time."""
+    chosen = sorted(random.Random(0).sample(range(len(everything)), min(most, len(everything))))
+    return [everything[k] for k in chosen]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="modules whose name contains this; writes no results")
     parser.add_argument("--most", type=int, default=400, help="mutants that are tried, a fixed sample of all")
+    parser.add_argument(
+        "--again", action="store_true", help="try the last run's survivors only, after tests were added for them"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     os.chdir(ROOT)
@@ -214,18 +229,18 @@ def main() -> None:
         most_cpu_s[module] = max(LEAST_CPU_S, round(4 * cpu_s))
         print(f"{module}: {cpu_s:.1f} s of CPU unchanged", flush=True)
     everything = [mutant for module in modules for mutant in mutants(module)]
-    chosen = everything
-    if len(everything) > arguments.most:
-        chosen = [everything[k] for k in sorted(random.Random(0).sample(range(len(everything)), arguments.most))]
+    before = json.loads((FOLDER / "mutants.json").read_text())["details"] if arguments.again else None
+    chosen = [m for m in everything if not before or m.name in before["survivors"]]
+    chosen = sample(chosen, arguments.most)
+    tried = before["tried"] if before else Counter(mutant.module for mutant in chosen)
     print(f"{len(chosen)} of {len(everything)} mutants", flush=True)
     alive = survivors(chosen, arguments.jobs, most_cpu_s)
-    share = 1 - len(alive) / len(chosen)
+    share = 1 - len(alive) / sum(tried.values())
     details = {
-        "mutants": len(everything),
-        "tried": len(chosen),
-        "killed": {m: sum(c.module == m for c in chosen) - sum(a.module == m for a in alive) for m in modules},
-        "tried_of": {m: sum(c.module == m for c in chosen) for m in modules},
-        "survivors": [f"{a.module}:{a.line}  {a.change}" for a in alive],
+        "mutants": Counter(mutant.module for mutant in everything),
+        "tried": tried,
+        "survived": Counter(mutant.module for mutant in alive),
+        "survivors": [mutant.name for mutant in alive],
     }
     if arguments.only:
         print(f"killed {share:.3f}")

@@ -470,6 +470,24 @@ def test_a_child_is_accepted_below_its_ratio_and_not_at_it() -> None:
     assert multi_step(p, child, [q], UniformDice(uniform)).tolist() == [0, 1, 1, 1]
 
 
+def test_runs_that_have_their_token_keep_it_while_others_go_on() -> None:
+    """Also token 0, and also if the next child would be accepted."""
+    p, q = np.array([0.25, 0.75]), Proposal(np.array([0, 1]), np.array([0.5, 0.5], np.float32))
+    uniform = np.array([[0.9, 0.1, 0.0], [0.9, 0.9, 0.0]])
+    assert multi_step(p, np.array([[0, 1], [0, 1]]), [q, q], UniformDice(uniform)).tolist() == [0, 1]
+
+
+def test_every_sibling_and_every_depth_has_a_number_of_its_own() -> None:
+    logits, params = torch.zeros(6, 2), [SamplingParams(1.0, seed=s) for s in range(30)]
+    unlikely = Proposal(np.array([0, 1]), np.array([0.999, 0.001], np.float32))
+    fan = TokenTree.of([-1, *[0] * 5], [0] * 6)
+    assert {reject(fan, [None, *[unlikely] * 5], logits, each, 5)[0] for each in params} == {0, 1}
+    certain = Proposal(np.array([0]), np.array([1.0], np.float32))
+    chain = TokenTree.of([-1, *range(5)], [0] * 6)
+    logits[:, 1] = -math.inf
+    assert reject(chain, [None, *[certain] * 5], logits, params[0], 5) == [0] * 6
+
+
 def test_a_rejected_token_is_never_taken_after_all() -> None:
     """Whatever the numbers: neither by an equal sibling nor by the draw."""
     rng = np.random.default_rng(5)

@@ -60,12 +60,25 @@ def test_mask_words_hold_shifted_ancestor_bits(tree: TokenTree, shift: int) -> N
 @given(trees())
 def test_links_enumerate_children_in_order(tree: TokenTree) -> None:
     first, sibling = tt.links(tree)
+    assert sibling[0] == -1
     for node in range(tree.size):
         listed, child = [], int(first[node])
         while child != -1:
             listed.append(child)
             child = int(sibling[child])
         assert listed == np.nonzero(tree.parent == node)[0].tolist()
+
+
+def test_mask_words_begin_at_the_first_bit_if_not_shifted() -> None:
+    assert tt.pack_words(np.array([[True, False], [True, True]])).tolist() == [[1], [3]]
+
+
+def test_siblings_that_may_repeat_are_inserted_as_they_come() -> None:
+    tree, index = tt.insert(TokenTree.root(5), [0, 0, -2], [1, 1, 1], [-1.0, -0.5, -2.0], 9, repeats=True)
+    assert tree.parent.tolist() == [-1, 0, 0, 1] and tree.token.tolist() == [5, 1, 1, 1] and index.tolist() == [1, 2, 3]
+    assert tree.score.tolist() == [0, -1.0, -0.5, -2.0]
+    merged, index = tt.insert(TokenTree.root(5), [0, 0, -2], [1, 1, 1], [-1.0, -0.5, -2.0], 9)
+    assert merged.token.tolist() == [5, 1, 1] and index.tolist() == [1, 1, 2] and merged.score[1] == -0.5
 
 
 @given(trees(), st.integers(0, 50))
