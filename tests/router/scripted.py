@@ -96,6 +96,11 @@ class ScriptedVerifier:
         finally:
             self._running -= 1
 
+    async def SetPolicy(
+        self, request: verifier_pb2.VerifierServiceSetPolicyRequest, context: Any
+    ) -> verifier_pb2.VerifierServiceSetPolicyResponse:
+        return verifier_pb2.VerifierServiceSetPolicyResponse()
+
     async def _events(
         self, request: verifier_pb2.VerifierServiceGenerateRequest
     ) -> AsyncIterator[verifier_pb2.GenerationEvent]:
