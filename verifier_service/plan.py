@@ -294,7 +294,8 @@ class Planner:
                 self.outlook.observe_tokens(tokens, self._expected)
             self.outlook.observe_overhead(seconds - forward_s)
             work, plain_work = self._expected * self.outlook.truth + others, self._decoding + others
-            self.gate.record(work / plain_work * (plain_s + prefill_s) / seconds, predicted)
+            earned, plain_s = work / plain_work, plain_s + prefill_s
+            self.gate.record(earned * plain_s / seconds, predicted, seconds / plain_s - earned)
         self.gate.step(predicted)
 
     def paused(self) -> None:

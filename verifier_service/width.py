@@ -26,6 +26,9 @@ DWELL_STEPS = 12
 SHUT_BELOW, OPEN_ABOVE = 1.02, 1.05
 """Advantages over plain decoding at which drafts are switched off and on."""
 
+TRIAL_SHARE = 0.02
+"""Of the time, at most, that goes to finding out again that drafts do not pay."""
+
 SETTLING_STEPS = 3
 """Steps after switching on that do not count: drafts catch up, their scores are not calibrated."""
 
@@ -196,7 +199,8 @@ class SpeculationGate:
     The advantage is the predicted one at the present load, times how far the steps with drafts have fallen short of
     their predictions. Drafts go off below ``SHUT_BELOW`` and on above ``OPEN_ABOVE``, and every choice is held for
     ``DWELL_STEPS`` (vllm#49548 shows what the lack of such a hold does). As drafts that are off teach nothing, they
-    are tried again after ``first_hold`` steps, and after twice as many each time that fails.
+    are tried again after ``first_hold`` steps, and after twice as many each time that fails; but only when so many
+    steps have passed that the time lost by the trial is no more than ``TRIAL_SHARE`` of theirs.
     """
 
     first_hold: int = 160
@@ -207,12 +211,16 @@ class SpeculationGate:
     _settling: int = SETTLING_STEPS
     _hold: int = 0
     _records: int = 0  # since it was opened
+    _lost: float = 0.0  # since then, in plain steps: time that drafts have cost more than they have earned
     _measured: float = 0.0  # logs, means of the last steps with drafts
     _predicted: float = 0.0
     _smooth: float | None = None  # log advantage
 
-    def record(self, measured: float, predicted: float) -> None:
-        """A step with drafts: its tokens over those of plain decoding in that time, and what had been predicted."""
+    def record(self, measured: float, predicted: float, lost: float) -> None:
+        """A step with drafts: its tokens over those of plain decoding in that time, what had been predicted of that,
+        and how many plain steps longer it took than plain decoding would have for its tokens (negative: shorter)."""
+        if self.open:
+            self._lost += lost
         if not self.open or self._settling:
             self._settling = max(0, self._settling - 1)
             return
@@ -231,7 +239,8 @@ class SpeculationGate:
             return
         doubt = 0.05 if self._records < 2 * DWELL_STEPS else 0.0
         if self.open and self.advantage < SHUT_BELOW - doubt:
-            self._hold = min(self.longest_hold, max(self.first_hold, 2 * self._hold))
+            doubled = min(self.longest_hold, max(self.first_hold, 2 * self._hold))
+            self._hold = max(doubled, int(self._lost / TRIAL_SHARE))
             self._change()
         elif not self.open and (self.advantage > OPEN_ABOVE or self._steps >= self._hold):
             self._hold = 0 if self.advantage > OPEN_ABOVE else self._hold
@@ -242,4 +251,4 @@ class SpeculationGate:
     def _change(self) -> None:
         self.open, self._steps = not self.open, 0
         if self.open:
-            self._records, self._settling = 0, SETTLING_STEPS
+            self._records, self._settling, self._lost = 0, SETTLING_STEPS, 0.0
