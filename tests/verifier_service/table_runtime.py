@@ -49,6 +49,7 @@ class TableRuntime:
 
     def forward(self, parts: Sequence[Rows]) -> Tensor:
         page = self.pool.page_tokens
+        assert parts, "a forward of no rows"
         self.slots[self.pool._free] = CANARY
         writers: dict[int, int] = {}
         for k, part in enumerate(parts):
