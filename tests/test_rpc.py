@@ -101,6 +101,11 @@ class Verifier:
     ) -> verifier_pb2.VerifierServiceGetModelInfoResponse:
         return verifier_pb2.VerifierServiceGetModelInfoResponse(model=verifier_pb2.ModelInfo(name="target"))
 
+    async def SetPolicy(
+        self, request: verifier_pb2.VerifierServiceSetPolicyRequest, context: Any
+    ) -> verifier_pb2.VerifierServiceSetPolicyResponse:
+        return verifier_pb2.VerifierServiceSetPolicyResponse()
+
     async def WatchLoad(
         self, request: verifier_pb2.VerifierServiceWatchLoadRequest, context: Context
     ) -> AsyncGenerator[verifier_pb2.VerifierServiceWatchLoadResponse, None]:

@@ -136,3 +136,6 @@ class ScriptedVerifier:
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:
         raise Unavailable("LOADING", "a scripted verifier has no model")
+
+    async def SetPolicy(self, request: Any, context: Any) -> Any:
+        raise Unavailable("LOADING", "a scripted verifier has no engine")
