@@ -152,9 +152,6 @@ class ScriptedVerifier:
         model = verifier_pb2.ModelInfo(name=self.settings.name, incarnation=self.incarnation, device="cpu")
         return verifier_pb2.VerifierServiceGetModelInfoResponse(model=model)
 
-    async def SetPolicy(self, request: Any, context: Any) -> verifier_pb2.VerifierServiceSetPolicyResponse:
-        return verifier_pb2.VerifierServiceSetPolicyResponse()
-
     async def WatchLoad(
         self, request: Any, context: Any
     ) -> AsyncIterator[verifier_pb2.VerifierServiceWatchLoadResponse]:
