@@ -157,7 +157,8 @@ class Planner:
         self._follow_load(sessions)
         ready = [s for s in sessions if self._is_ready(s, now, usual_round)]
         ready.sort(key=lambda s: s.served)
-        prefilling = _one_a_page([s for s in ready if not s.decoding])
+        computing = _one_a_page([s for s in sessions if not s.decoding])
+        prefilling = [s for s in ready if s in computing]
         most = self._settings.max_step_tokens
         kept_for_prefill = min(LEAST_CHUNK, most // 2, sum(s.pending for s in prefilling))
         decoding = [s for s in ready if s.decoding][: most - kept_for_prefill]
@@ -303,14 +304,17 @@ class Planner:
         self._last_step_s = None
 
 
-def _one_a_page(sessions: Sequence[Session]) -> list[Session]:
-    """Sessions that prefill, without those whose next page another one will have sooner: they share it then."""
+def _one_a_page(sessions: Sequence[Session]) -> set[Session]:
+    """Of sessions that prefill, those whose next page no other one will have sooner: who waits shares it then.
+
+    Of equally advanced ones the first goes on.
+    """
     nearest: dict[bytes, Session] = {}
     for session in sessions:
         for key in session.keys[session.published :][:1]:
             if key not in nearest or session.cached > nearest[key].cached:
                 nearest[key] = session
-    return [s for s in sessions if all(nearest[key] is s for key in s.keys[s.published :][:1])]
+    return {s for s in sessions if all(nearest[key] is s for key in s.keys[s.published :][:1])}
 
 
 def _decode_part(session: Session, tree: TokenTree, kept: IndexArray, wanted: int) -> Part:

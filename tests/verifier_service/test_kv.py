@@ -115,9 +115,9 @@ def test_a_shared_system_prompt_is_computed_once(arrival: str, rows: int) -> Non
     cached: dict[str, int] = {}
     real = engine._end
 
-    def end(session: Session, reason: FinishReason, out: Outcome) -> None:
+    def end(session: Session, reason: FinishReason, out: Outcome, *named: Any) -> None:
         cached[session.request.session_id] = session.stats.cached_prompt
-        real(session, reason, out)
+        real(session, reason, out, *named)
 
     engine._end = end  # type: ignore[method-assign]
     got = serve(engine, draft, [requests] if arrival == "at once" else [[r] for r in requests], 1000)
@@ -418,7 +418,7 @@ def test_bug_3_nan_in_all_pages_of_others_and_in_reused_ones_changes_nothing(sha
     model, rnd = tiny_model("mistral"), random.Random(9)
     prompts = [[5] * 20 + [rnd.randrange(MODEL_VOCAB) for _ in range(17)] for _ in range(12)]
     want = plain_decode(model, prompts, 40, [GREEDY] * 12)
-    engine = small_engine(model, 20, prefix_cache=share)
+    engine = small_engine(model, 16, prefix_cache=share)
     pool, cache = engine.runtime.pool, engine.runtime.cache
     real = engine.runtime.forward
 

@@ -149,7 +149,7 @@ def serve(engine: Engine, requests: list[GenerateRequest], draft: GuessingDraft 
         running -= len(outcome.ended) + len(outcome.failed)
         if draft:
             draft.hear(engine, outcome)
-    assert engine.runtime.pool.free == engine.runtime.pool.total and not engine.sessions
+    assert engine.runtime.pool.held == 0 and not engine.sessions
     return texts
 
 

@@ -12,7 +12,7 @@ from verifier_service.session import MISSES_UNTIL_LAGGING, AttachedDraft, Genera
 def session(resume: tuple[int, ...] = (), **more: object) -> Session:
     fields = {"sampling": SamplingParams(1.0), "ending": Ending(frozenset(), 10), "max_nodes": 4} | more
     request = GenerateRequest("s", b"t", (1, 2, 3), resume, **fields)  # type: ignore[arg-type]
-    return Session(request, pages=[0], capacity=20, admitted_s=7.5, live_nodes=6)
+    return Session(request, admitted_s=7.5, live_nodes=6)
 
 
 def test_the_lengths_follow_the_text() -> None:
