@@ -22,6 +22,7 @@ from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
+from verifier_service.constraints import MaskFiller
 from verifier_service.live_tree import Nodes
 from verifier_service.plan import Part, Planner
 from verifier_service.sampler import NONE_ALLOWED, TargetSampler, failure
@@ -103,6 +104,7 @@ class Engine:
         self.waiting: deque[GenerateRequest] = deque()
         self.totals = Totals()
         self.sampler = TargetSampler(runtime, token_count, 4 * settings.max_nodes)
+        self.masks = MaskFiller(token_count, runtime.device)
         self.planner = Planner(
             settings, times or measure_step_times(runtime, settings.max_step_tokens, token_count, clock)
         )
@@ -262,7 +264,7 @@ class Engine:
         """One forward and all that follows from it."""
         began = self.clock()
         parts = self.planner.plan(began, list(self.sessions.values()), self._wait_limit)
-        targets = self.sampler.step(parts)
+        targets = self.sampler.step(parts, self.masks.fill(parts))
         forward_s = self.clock() - began
         out = Outcome()
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
@@ -284,7 +286,7 @@ class Engine:
         valid = taken.tokens if taken.tokens[-1] >= 0 else taken.tokens[:-1]
         emission = emit(valid, session.generated, session.request.ending)
         if len(valid) < len(taken.tokens) and not emission.finish:  # if the text has ended, nobody asks for the last
-            self._fail(session, failure(taken.tokens[-1]), out)
+            self._fail(session, failure(taken.tokens[-1], session.matcher), out)
             return None
         self._note(session, part, len(taken.path), first_step=session.generated == len(session.request.resume))
         tokens, accepted = valid[: emission.count], min(len(taken.path), emission.count)
@@ -316,6 +318,8 @@ class Engine:
         session.tree.learn(part.kept, live_path)
         ids = {link: session.tree.node_ids(link, live_path) for link in session.drafts}
         session.tree.commit(tokens)
+        if session.matcher:
+            session.matcher.advance(tokens)
         wanted = 0.7 * session.budget + 0.3 * part.wanted if session.budget else FIRST_BUDGET
         session.budget = self._budget(session, wanted)
         session.committed_s = self.clock()

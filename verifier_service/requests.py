@@ -8,6 +8,7 @@ from draftwood.processors import MAX_BAD_WORDS, ProcessorParams, check_bad_word,
 from draftwood.runtime.text import TextCodec
 from draftwood.sampling import SamplingParams
 from draftwood.v1 import verifier_pb2 as pb
+from verifier_service.constraints import MAX_CONSTRAINT_BYTES, Constraint
 from verifier_service.session import GenerateRequest
 
 ROLES = ("system", "user", "assistant")
@@ -55,7 +56,25 @@ def check_request(
         ending,
         0 if speculation.disabled else nodes,
         _top_logprobs(generation.sampling, token_count),
+        constraint=_constraint(generation),
     )
+
+
+def _constraint(generation: pb.Generation) -> Constraint | None:
+    """Raises CONSTRAINT for one that is empty or too long, or that could not end the text."""
+    message, kind = generation.constraint, generation.constraint.WhichOneof("kind")
+    if not generation.HasField("constraint"):
+        return None
+    if kind is None or (kind == "json_object" and not message.json_object):
+        raise InvalidArgument("CONSTRAINT", "the constraint says nothing", field="generation.constraint")
+    if generation.ignore_eos:
+        why = "a constrained text ends with an end token, so ignore_eos cannot be honoured"
+        raise InvalidArgument("CONSTRAINT", why, field="generation.ignore_eos")
+    text = "" if kind == "json_object" else getattr(message, kind)
+    if (size := len(text.encode())) > MAX_CONSTRAINT_BYTES:
+        why = f"it has {size} bytes, at most {MAX_CONSTRAINT_BYTES} are taken"
+        raise InvalidArgument("CONSTRAINT", why, field=f"generation.constraint.{kind}")
+    return Constraint(kind, text)
 
 
 def _prompt(generation: pb.Generation, codec: TextCodec) -> tuple[int, ...]:

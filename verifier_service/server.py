@@ -28,6 +28,7 @@ from draftwood.telemetry import METRICS, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
+from verifier_service.constraints import GrammarCompiler
 from verifier_service.engine import Engine, Outcome
 from verifier_service.requests import check_request
 from verifier_service.session import Emitted, Ended, Stats, TokenLogprobs
@@ -52,6 +53,7 @@ class Loaded:
     codec: TextCodec
     vocabulary: Vocabulary
     end_tokens: frozenset[int]
+    grammars: GrammarCompiler
     engine: Engine
 
 
@@ -108,6 +110,8 @@ class VerifierServer:
                 await self._idle.wait()
         await self._rpc.stop(min(grace_s, LAST_WORDS_S))
         await asyncio.to_thread(self._worker.stop)
+        if self._loaded is not None:
+            self._loaded.grammars.close()
 
     async def _load(self) -> None:
         try:
@@ -140,7 +144,8 @@ class VerifierServer:
         engine = Engine(runtime, settings, token_count=len(vocabulary.tokens))
         runtime.capture(len(vocabulary.tokens))
         name = settings.name or (TARGET_NAME if settings.model == DEMO else Path(settings.model).name)
-        return Loaded(name, codec, vocabulary, end_tokens(path, model.config.eos_token_id), engine)
+        ends = end_tokens(path, model.config.eos_token_id)
+        return Loaded(name, codec, vocabulary, ends, GrammarCompiler(codec, ends), engine)
 
     @property
     def loaded(self) -> Loaded:
@@ -220,6 +225,7 @@ class VerifierServer:
             end_tokens=loaded.end_tokens,
             seed=secrets.randbits(64),
         )
+        request = await loaded.grammars.attach(request)
         if request.session_id in self._streams:
             raise InvalidArgument("SESSION_EXISTS", f"session {request.session_id!r} is running", field="session_id")
         stream = self._streams[request.session_id] = asyncio.Queue()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from draftwood.acceptance import Ending, FinishReason
 from draftwood.processors import History
 from draftwood.sampling import SamplingParams
+from verifier_service.constraints import Constraint, Grammar, Matcher
 from verifier_service.live_tree import LiveTree
 
 MISSES_UNTIL_LAGGING = 3
@@ -28,6 +29,8 @@ class GenerateRequest:
     ending: Ending  # max_tokens counts the resumed ones
     max_nodes: int
     top_logprobs: int | None = None  # alternatives to report with each token's log probability; None: report neither
+    constraint: Constraint | None = None
+    grammar: Grammar | None = None  # the constraint, compiled
 
 
 @dataclass(slots=True)
@@ -102,11 +105,15 @@ class Session:
     budget: int = 0  # nodes asked of the drafts for this round
     stats: Stats = field(default_factory=Stats)
     history: History | None = field(init=False, default=None)  # None: nothing processes the logits
+    matcher: Matcher | None = field(init=False, default=None)  # behind the committed text; None: no constraint
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resume]
         if processors := self.request.sampling.processors:
             self.history = History(processors, self.tokens, len(self.request.prompt))
+        assert not self.request.constraint or self.request.grammar
+        if grammar := self.request.grammar:
+            self.matcher = grammar.matcher(self.request.resume)
         self.tree = LiveTree(self.tokens, self.live_nodes)
         self.committed_s = self.admitted_s
 
