@@ -9,6 +9,7 @@ text goes on as if nothing had happened.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
@@ -202,12 +203,18 @@ class DraftwoodClient:
         top_logprobs: int = 0,
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        json_schema: Mapping[str, Any] | str | None = None,
+        json_object: bool = False,
+        regex: str | None = None,
+        grammar: str | None = None,
         speculate: bool = True,
         max_nodes: int = 0,
     ) -> AsyncGenerator[Event]:
         """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit.
 
         docs/sampling.md says what the sampling parameters mean, their ranges and their order.
+        ``json_schema`` (an object or its text), ``json_object``, ``regex`` and ``grammar`` constrain the text; one of
+        them at most.
         """
         generation = verifier_pb2.Generation(
             sampling=verifier_pb2.Sampling(
@@ -228,6 +235,7 @@ class DraftwoodClient:
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
+            constraint=_constraint(json_schema, json_object, regex, grammar),
             speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes),
         )
         _set_prompt(generation, prompt)
@@ -315,6 +323,18 @@ class DraftwoodClient:
         if isinstance(meant, Unavailable) and meant.reason == "TRANSPORT":
             return Unavailable("ROUTER_UNREACHABLE", f"no router at {self.address} ({meant.message})")
         return meant
+
+
+def _constraint(
+    json_schema: Mapping[str, Any] | str | None, json_object: bool, regex: str | None, grammar: str | None
+) -> verifier_pb2.Constraint | None:
+    """Raises InvalidArgument CONSTRAINT if there is more than one."""
+    schema = json_schema if json_schema is None or isinstance(json_schema, str) else json.dumps(json_schema)
+    options = {"json_schema": schema, "json_object": json_object or None, "regex": regex, "grammar": grammar}
+    given = {name: value for name, value in options.items() if value is not None}
+    if len(given) > 1:
+        raise InvalidArgument("CONSTRAINT", f"{' and '.join(given)} are given, one is taken", field="constraint")
+    return verifier_pb2.Constraint(**given) if given else None  # type: ignore[arg-type]
 
 
 def _set_prompt(generation: verifier_pb2.Generation, prompt: Prompt) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from draftwood.errors import DraftwoodError, FailedPrecondition, InvalidArgument
 from draftwood.runtime.text import TextCodec
+from draftwood.tree import IntArray
 
 if TYPE_CHECKING:
     from verifier_service.plan import Part
@@ -86,7 +87,8 @@ class Matcher:
 class Grammar:
     """A compiled constraint. Any thread may take matchers of it."""
 
-    def __init__(self, template: LLMatcher, end_tokens: frozenset[int]) -> None:
+    def __init__(self, template: LLMatcher, end_tokens: frozenset[int], mask_words: int) -> None:
+        self.mask_words = mask_words  # of a mask, 32 tokens each; the same for all grammars of a model
         self._template = template
         self._end_tokens = end_tokens
 
@@ -136,7 +138,7 @@ class GrammarCompiler:
         template = LLMatcher(self._tokenizer, _grammar_text(constraint), log_level=0, limits=LIMITS)
         if template.is_error():
             raise _refusal(constraint, _first_lines(template.get_error()))
-        return Grammar(template, self._end_tokens)
+        return Grammar(template, self._end_tokens, -(-self._tokenizer.vocab_size // 32))
 
 
 def _grammar_text(constraint: Constraint) -> str:
@@ -204,8 +206,7 @@ def _unsupported(why: str) -> DraftwoodError:
 class MaskFiller:
     """Computes the masks of all constrained rows of a step at once, on the library's threads."""
 
-    def __init__(self, token_count: int, device: torch.device) -> None:
-        self._token_count = token_count
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._executor: LLExecutor | None = None  # made when it is first needed
 
@@ -219,14 +220,16 @@ class MaskFiller:
         if not constrained:
             return {}
         matchers = [matcher for part in constrained for matcher in matchers_of(part)]
-        masks = torch.from_numpy(self._masks(matchers)).to(self._device)
-        pieces = masks.split([part.tree.size for part in constrained])
+        grammar = constrained[0].session.request.grammar
+        assert grammar
+        masks = torch.from_numpy(self._masks(matchers, grammar.mask_words)).to(self._device)
+        pieces = torch.split(masks, [part.tree.size for part in constrained])
         return {part.session.request.session_id: piece for part, piece in zip(constrained, pieces, strict=True)}
 
-    def _masks(self, matchers: Sequence[Matcher | None]) -> np.ndarray:
+    def _masks(self, matchers: Sequence[Matcher | None], words: int) -> IntArray:
         """int32 [matchers, words]; no bit is set where there is no matcher."""
         self._executor = self._executor or LLExecutor()
-        masks = np.zeros((len(matchers), -(-self._token_count // 32)), np.int32)
+        masks = np.zeros((len(matchers), words), np.int32)
         there = [(matcher.inner, row) for row, matcher in enumerate(matchers) if matcher]
         self._executor.unsafe_compute_mask_ptr(there, masks.ctypes.data, masks.strides[0], len(masks))
         for inner, row in there:

@@ -104,7 +104,7 @@ class Engine:
         self.waiting: deque[GenerateRequest] = deque()
         self.totals = Totals()
         self.sampler = TargetSampler(runtime, token_count, 4 * settings.max_nodes)
-        self.masks = MaskFiller(token_count, runtime.device)
+        self.masks = MaskFiller(runtime.device)
         self.planner = Planner(
             settings, times or measure_step_times(runtime, settings.max_step_tokens, token_count, clock)
         )
