@@ -68,15 +68,15 @@ class Matcher:
         return Matcher(self.inner.deep_copy(), self._end_tokens)
 
     def take(self, token: int) -> bool:
-        """Goes on by a token; False, and the matcher stays where it is, if the grammar forbids it."""
+        """Goes on by a token; False if the grammar forbids it, or the library gives up on it (``fault``)."""
         if self.inner.is_stopped():  # nothing but the end may come; the library takes no further token
             return not self.inner.is_error() and token in self._end_tokens
         return self.inner.try_consume_tokens([token]) == 1
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Goes on by tokens that were chosen by the masks."""
+        """Goes on by tokens that were chosen by the masks. After a fault there is no way on: no token is allowed."""
         for token in tokens:
-            assert self.take(token), f"token {token} was chosen against the mask: {self.fault}"
+            assert self.take(token) or self.fault, f"token {token} was chosen against the mask"
 
     @property
     def fault(self) -> str:
