@@ -39,8 +39,8 @@ KEPT_GRAMMARS = 64
 LIMITS = LLParserLimits(
     max_grammar_size=500_000,  # symbols
     initial_lexer_fuel=1_000_000,  # about 20 ms of building regular expressions
-    step_lexer_fuel=200_000,  # about 14 ms of one mask
-    step_max_items=50_000,  # Earley items of one mask, about 3 ms
+    step_lexer_fuel=200_000,  # of one mask, about 14 ms
+    step_max_items=50_000,  # Earley items of one mask
     max_lexer_states=50_000,  # of 1 to 2 kB
     verbose_errors=False,
 )

@@ -22,6 +22,7 @@ import torch
 from constrained import (
     END,
     END_TOKEN,
+    PAD,
     PALINDROME,
     SIZE,
     START,
@@ -38,6 +39,7 @@ from guessing import AT_ONCE, GuessingDraft, Text, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
+from scripted import ScriptedDraft, run
 from table_target import Table, TableRuntime
 from tokenizers import decoders
 
@@ -177,6 +179,17 @@ def test_trees_equal_plain_constrained_decoding(codec: TextCodec, compiler: Gram
     ended, engine = compare(rnd, codec, requests, TABLE, SIZE)
     assert ended["json_schema"] >= 80 and ended["regex"] >= 10 and ended["grammar"] >= 5, ended
     assert engine.totals.accepted > 1000, "the drafts were hardly ever right, so the test showed nothing"
+
+
+def test_drafts_that_are_late_cut_doubled_and_lost_change_nothing(codec: TextCodec, compiler: GrammarCompiler) -> None:
+    rnd = random.Random(4)
+    requests = [compiled(compiler, random_request(rnd, k, [7])) for k in range(60)]
+    plain = serve(make_engine(TableRuntime(TABLE, kv_pages=1024)), [alone(r) for r in requests], None)
+    truth = {r.session_id: [*r.prompt, *plain[r.session_id].tokens] for r in requests}
+    drafts = [ScriptedDraft(random.Random(seed), truth, link=seed) for seed in (1, 2)]
+    engine = make_engine(TableRuntime(TABLE, kv_pages=1024))
+    assert run(engine, requests, drafts, at_once=40) == {name: text.tokens for name, text in plain.items()}
+    assert engine.totals.accepted > 300 and engine.totals.stale > 100
 
 
 @pytest.mark.model
@@ -320,13 +333,27 @@ def test_special_tokens_come_only_where_a_grammar_names_them(codec: TextCodec, c
     anything = compiled(compiler, request_of("s", Constraint("regex", "(?s:.*)"))).grammar
     named = compiled(compiler, request_of("s", Constraint("grammar", f'start: {START} "a"'))).grammar
     assert anything and named
-    special = {codec.encode(START)[0], codec.encode("<|pad|>")[0]}
+    special = {codec.encode(START)[0], codec.encode(PAD)[0]}
     assert not mask_of(anything.matcher(), anything) & special
     assert codec.encode(END) == [END_TOKEN] and END_TOKEN in mask_of(anything.matcher(), anything)
     spelled = [codec.encode(letter)[0] for letter in "<|"]
     assert anything.matcher().take(spelled[0]), "its letters are text like any other"
     assert mask_of(named.matcher(), named) == {codec.encode(START)[0]}
     assert not named.matcher().take(spelled[0])
+
+
+def test_any_of_the_model_s_end_tokens_ends_a_text(codec: TextCodec) -> None:
+    pad, a, b = (codec.encode(text)[0] for text in (PAD, "a", "b"))
+    compiler = GrammarCompiler(codec, frozenset([END_TOKEN, pad]))
+    grammar = compiled(compiler, request_of("s", Constraint("regex", "ab?"))).grammar
+    assert grammar
+    assert mask_of(grammar.matcher(), grammar) == {a} | {t for t in codec.encode("ab") if t not in (a, b)}
+    assert mask_of(grammar.matcher([a]), grammar) == {b, END_TOKEN, pad}
+    assert mask_of(grammar.matcher([a, b]), grammar) == {END_TOKEN, pad}
+    for text in ([a], [a, b]):
+        for end in (END_TOKEN, pad):
+            assert mask_of(grammar.matcher([*text, end]), grammar) == {END_TOKEN, pad}, "a draft's node may be there"
+    compiler.close()
 
 
 def test_byte_fallback(tmp_path: Path) -> None:
