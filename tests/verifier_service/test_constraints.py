@@ -56,7 +56,7 @@ from verifier_service import constraints
 from verifier_service.constraints import Constraint, Grammar, GrammarCompiler, MaskFiller, matchers_of
 from verifier_service.engine import Engine
 from verifier_service.plan import Part
-from verifier_service.session import GenerateRequest, Session
+from verifier_service.session import GenerateRequest
 from verifier_service.width import StepTimes
 
 ENDS = frozenset([END_TOKEN])
@@ -256,7 +256,9 @@ def test_masks_of_a_tree_are_those_of_a_fresh_matcher_fed_the_whole_path(
         token = picked(choice, mask_of(grammar.matcher(committed), grammar))
         if grammar.matcher(committed).take(token) and token != END_TOKEN:
             committed.append(token)
-    session = Session(replace(request, resume=tuple(committed[:3])), [0], 64, 0.0, 64)
+    engine = make_engine(TableRuntime(TABLE))
+    engine.submit(replace(request, resume=tuple(committed[:3])))
+    session = engine.sessions["s"]
     assert session.matcher
     session.matcher.advance(committed[3:])
     paths: list[list[int]] = [[]]
