@@ -125,6 +125,14 @@ def generate(
     top_logprobs: Annotated[
         int | None, typer.Option(min=0, help="show each token's log probability and so many alternatives")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="file with a JSON schema that the answer must meet")
+    ] = None,
+    json_object: Annotated[bool, typer.Option("--json-object", help="the answer must be a JSON object")] = False,
+    regex: Annotated[str | None, typer.Option(help="regular expression that the whole answer must match")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="file with a grammar for the answer (Lark syntax)")
+    ] = None,
     raw: Annotated[bool, typer.Option(help="the prompt is text to go on with, not a question")] = False,
     speculate: Speculate = True,
 ) -> None:
@@ -151,6 +159,10 @@ def generate(
         "n": n,
         "logprobs": top_logprobs is not None,
         "top_logprobs": top_logprobs or 0,
+        "json_schema": json_schema and json_schema.read_text(),
+        "json_object": json_object,
+        "regex": regex,
+        "grammar": grammar and grammar.read_text(),
         "speculate": speculate,
     }
     asked: Prompt = prompt if raw else [Message("user", prompt)]

@@ -9,6 +9,7 @@ text goes on as if nothing had happened.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
@@ -215,6 +216,10 @@ class DraftwoodClient:
         ignore_eos: bool = False,
         skip_special_tokens: bool = True,
         n: int | None = None,
+        json_schema: Mapping[str, Any] | str | None = None,
+        json_object: bool = False,
+        regex: str | None = None,
+        grammar: str | None = None,
         speculate: bool = True,
         max_nodes: int = 0,
         deadline_ms: int = 0,
@@ -226,6 +231,8 @@ class DraftwoodClient:
         docs/sampling.md says what the sampling parameters mean, their ranges and their order.
         ``deadline_ms``: how soon the answer is wanted (0: no hurry); it orders the verifier's queue and cuts nothing.
         ``rule`` says how guesses are accepted: "greedy", "shared_noise", "rejection", "typical"; empty: the server's.
+        ``json_schema`` (an object or its text), ``json_object``, ``regex`` and ``grammar`` constrain the text; one of
+        them at most.
         """
         generation = verifier_pb2.Generation(
             sampling=verifier_pb2.Sampling(
@@ -252,6 +259,7 @@ class DraftwoodClient:
             n=n,
             speculation=verifier_pb2.Speculation(disabled=not speculate, max_nodes=max_nodes, rule=_rule(rule)),
             deadline_ms=deadline_ms,
+            constraint=_constraint(json_schema, json_object, regex, grammar),
         )
         _set_prompt(generation, prompt)
         request = router_pb2.RouterServiceGenerateRequest(model=model, generation=generation)
@@ -374,6 +382,18 @@ class DraftwoodClient:
         if isinstance(meant, Unavailable) and meant.reason == "TRANSPORT":
             return Unavailable("ROUTER_UNREACHABLE", f"no router at {self.address} ({meant.message})")
         return meant
+
+
+def _constraint(
+    json_schema: Mapping[str, Any] | str | None, json_object: bool, regex: str | None, grammar: str | None
+) -> verifier_pb2.Constraint | None:
+    """Raises InvalidArgument CONSTRAINT if there is more than one."""
+    schema = json_schema if json_schema is None or isinstance(json_schema, str) else json.dumps(json_schema)
+    options = {"json_schema": schema, "json_object": json_object or None, "regex": regex, "grammar": grammar}
+    given = {name: value for name, value in options.items() if value is not None}
+    if len(given) > 1:
+        raise InvalidArgument("CONSTRAINT", f"{' and '.join(given)} are given, one is taken", field="constraint")
+    return verifier_pb2.Constraint(**given) if given else None  # type: ignore[arg-type]
 
 
 def _set_prompt(generation: verifier_pb2.Generation, prompt: Prompt) -> None:

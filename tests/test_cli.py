@@ -126,6 +126,26 @@ async def test_generate_sends_the_sampling_parameters(cluster: ScriptedCluster) 
     )  # fmt: skip
 
 
+async def test_generate_sends_constraints(cluster: ScriptedCluster, tmp_path: Path) -> None:
+    verifier = await cluster.verifier()
+    await cluster.serve([verifier])
+    schema, grammar = tmp_path / "schema.json", tmp_path / "g.lark"
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('start: "é"')
+    for option in (["--json-schema", str(schema)], ["--regex", "a|b"], ["--grammar", str(grammar)], ["--json-object"]):
+        outcome = await draftwood("generate", "hi", "--address", cluster.address, "--max-tokens", "1", *option)
+        assert outcome.code == 0, outcome.err
+    constraints = [request.generation.constraint for request in verifier.log.requests]
+    assert constraints == [
+        verifier_pb2.Constraint(json_schema='{"type": "object"}'),
+        verifier_pb2.Constraint(regex="a|b"),
+        verifier_pb2.Constraint(grammar='start: "é"'),
+        verifier_pb2.Constraint(json_object=True),
+    ]
+    outcome = await draftwood("generate", "hi", "--address", cluster.address, "--json-schema", str(tmp_path / "none"))
+    assert outcome.code == 2 and "--json-schema" in outcome.err
+
+
 @pytest.mark.parametrize("bias", ["7", "7=", "x=1", "-7=1", "7=nan", "7=1=2"])
 async def test_a_logit_bias_that_is_none_is_refused(bias: str) -> None:
     outcome = await draftwood("generate", "hi", "--address", "127.0.0.1:1", f"--logit-bias={bias}")

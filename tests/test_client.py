@@ -75,6 +75,7 @@ async def test_sends_every_parameter(cluster: ScriptedCluster) -> None:
             include_stop_str_in_output=True,
             ignore_eos=True,
             skip_special_tokens=False,
+            json_schema={"type": "object"},
             speculate=False,
             max_nodes=6,
         )
@@ -111,11 +112,29 @@ async def test_sends_every_parameter(cluster: ScriptedCluster) -> None:
         include_stop_str_in_output=True,
         ignore_eos=True,
         skip_special_tokens=False,
+        constraint=verifier_pb2.Constraint(json_schema='{"type": "object"}'),
         speculation=verifier_pb2.Speculation(disabled=True, max_nodes=6),
     )
     assert list(by_ids.token_ids.ids) == [1, 2, 3]
     assert by_ids.sampling == verifier_pb2.Sampling(seed=by_ids.sampling.seed), "what is not said is not sent"
     assert list(by_ids.stop) == ["one"] and not by_ids.HasField("skip_special_tokens") and not by_ids.HasField("n")
+
+
+async def test_constraints_are_sent_as_they_are(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier()
+    await cluster.serve([verifier])
+    options: list[dict[str, Any]] = [
+        {"json_schema": "{}"}, {"json_object": True}, {"regex": ""}, {"grammar": 'start: "a"'}, {},
+    ]  # fmt: skip
+    async with DraftwoodClient(cluster.address) as client:
+        for option in options:
+            await collect(client, max_tokens=1, **option)
+        with pytest.raises(InvalidArgument, match="regex and grammar are given") as refusal:
+            await collect(client, regex="a", grammar='start: "a"')
+    assert refusal.value.reason == "CONSTRAINT"
+    sent = [request.generation for request in verifier.log.requests]
+    assert [generation.constraint for generation in sent[:4]] == [verifier_pb2.Constraint(**o) for o in options[:4]]
+    assert [generation.HasField("constraint") for generation in sent] == [True] * 4 + [False]
 
 
 async def test_a_prompt_of_mixed_parts_is_refused(cluster: ScriptedCluster) -> None:

@@ -63,7 +63,11 @@ LAYERS = {
     "transport": Layer(("draftwood.wire", "draftwood.rpc"), ("values", "v1"), VALUE_PACKAGES + GRPC_PACKAGES),
     "device": Layer(("draftwood.runtime",), ("values", "maths", "kernels"), VALUE_PACKAGES + MODEL_PACKAGES),
     "draft service": Layer(("draft_service",), BELOW_SERVICES, VALUE_PACKAGES + GRPC_PACKAGES + MODEL_PACKAGES),
-    "verifier service": Layer(("verifier_service",), BELOW_SERVICES, VALUE_PACKAGES + GRPC_PACKAGES + MODEL_PACKAGES),
+    "verifier service": Layer(
+        ("verifier_service",),
+        BELOW_SERVICES,
+        (*VALUE_PACKAGES, *GRPC_PACKAGES, *MODEL_PACKAGES, "llguidance"),
+    ),
     "router": Layer(("router",), ("values", "v1", "transport"), (*VALUE_PACKAGES, *GRPC_PACKAGES, "ray")),
     "clients": Layer(
         ("draftwood.client", "draftwood.cli", "draftwood.console", "draftwood.demo"),
@@ -220,6 +224,8 @@ def test_packages_on_disk_are_those_of_the_metadata() -> None:
         ("router.server", "import ray"),
         ("router.server", "from ray.util import state"),
         ("verifier_service.server", "import ray"),
+        ("draft_service.server", "import llguidance"),
+        ("draftwood.runtime.text", "import llguidance"),
         ("router.server", "import typer"),
         ("router.__main__", "import torch"),
         ("draftwood.cli", "from router.server import serve"),

@@ -30,6 +30,7 @@ from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS, get_logger
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
+from verifier_service.constraints import MaskFiller
 from verifier_service.kv import SessionPages
 from verifier_service.live_tree import Nodes
 from verifier_service.plan import FIRST_BUDGET, Part, Planner
@@ -124,6 +125,7 @@ class Engine:
         self.sampler = TargetSampler(
             runtime, token_count, 4 * settings.max_nodes, (settings.typical_epsilon, settings.typical_delta)
         )
+        self.masks = MaskFiller(runtime.device)
         self.planner = Planner(
             settings, times or measure_step_times(runtime, settings.max_step_tokens, token_count, clock)
         )
@@ -302,7 +304,7 @@ class Engine:
         parts = self.planner.plan(began, self.running, self._usual_round)
         if not parts:  # whoever was ready gave way, and those that stay wait for their drafts
             return Outcome()
-        targets = self.sampler.step(parts)
+        targets = self.sampler.step(parts, self.masks.fill(parts))
         forward_s = self.clock() - began
         out = Outcome()
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
@@ -336,7 +338,7 @@ class Engine:
         text = session.request.text
         emission = emit(valid, session.generated, session.request.ending, text)
         if len(valid) < len(taken.tokens) and not emission.finish:  # if the text has ended, nobody asks for the last
-            self._fail(session, failure(taken.tokens[-1]), out)
+            self._fail(session, failure(taken.tokens[-1], session.matcher), out)
             return None
         self._note(session, part, len(taken.path), first_step=session.generated == len(session.request.resume))
         tokens, accepted = valid[: emission.count], min(len(taken.path), emission.count)
@@ -370,6 +372,8 @@ class Engine:
         session.tree.learn(part.kept, live_path)
         ids = {link: session.tree.node_ids(link, live_path) for link in session.drafts}
         session.tree.commit(tokens)
+        if session.matcher:
+            session.matcher.advance(tokens)
         session.budget = self.planner.next_budget(part)
         session.committed_s = self.clock()
         for link, draft in session.drafts.items():

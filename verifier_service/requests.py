@@ -12,6 +12,7 @@ from draftwood.sampling import SamplingParams
 from draftwood.stop_strings import StopStrings
 from draftwood.v1 import draft_pb2
 from draftwood.v1 import verifier_pb2 as pb
+from verifier_service.constraints import MAX_CONSTRAINT_BYTES, Constraint
 from verifier_service.session import GenerateRequest
 
 LONGEST_DEADLINE_MS = 3_600_000
@@ -86,6 +87,7 @@ def check_request(
         text=text if stops else None,
         deadline_ms=generation.deadline_ms,
         rule=_rule(speculation.rule, sampling, rule),
+        constraint=_constraint(generation),
     )
     return CheckedRequest(request, text, resumed)
 
@@ -122,6 +124,23 @@ def _rule(asked: int, sampling: SamplingParams, default: Rule) -> Rule:
         message = f"rule GREEDY has temperature 0, the request {sampling.temperature:g}"
         raise InvalidArgument("RULE", message, field="generation.speculation.rule")
     return rule
+
+
+def _constraint(generation: pb.Generation) -> Constraint | None:
+    """Raises CONSTRAINT for one that is empty or too long, or that could not end the text."""
+    message, kind = generation.constraint, generation.constraint.WhichOneof("kind")
+    if not generation.HasField("constraint"):
+        return None
+    if kind is None or (kind == "json_object" and not message.json_object):
+        raise InvalidArgument("CONSTRAINT", "the constraint says nothing", field="generation.constraint")
+    if generation.ignore_eos:
+        why = "a constrained text ends with an end token, so ignore_eos cannot be honoured"
+        raise InvalidArgument("CONSTRAINT", why, field="generation.ignore_eos")
+    text = "" if kind == "json_object" else getattr(message, kind)
+    if (size := len(text.encode())) > MAX_CONSTRAINT_BYTES:
+        why = f"it has {size} bytes, at most {MAX_CONSTRAINT_BYTES} are taken"
+        raise InvalidArgument("CONSTRAINT", why, field=f"generation.constraint.{kind}")
+    return Constraint(kind, text)
 
 
 def _prompt(generation: pb.Generation, codec: TextCodec) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from draftwood.noise import GumbelCache
 from draftwood.processors import allow_only, process
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, target_tokens, token_logprobs
+from verifier_service.constraints import Matcher
 from verifier_service.plan import Part
 from verifier_service.session import TokenLogprobs
 
@@ -26,8 +27,11 @@ NONE_ALLOWED = -2
 """In the place of a token: the request's processors exclude every token."""
 
 
-def failure(token: int) -> DraftwoodError:
+def failure(token: int, matcher: Matcher | None) -> DraftwoodError:
     """What ends a session whose next token is one of the two above."""
+    if token == NONE_ALLOWED and matcher and matcher.fault:
+        message = f"the constraint cannot be followed any further: {matcher.fault}"
+        return InvalidArgument("CONSTRAINT_LIMIT", message, field="generation.constraint")
     if token == NONE_ALLOWED:
         message = "bad_words, min_tokens and constraints together leave no token to go on with"
         return InvalidArgument("NO_TOKEN_ALLOWED", message, field="sampling")

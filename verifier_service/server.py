@@ -28,6 +28,7 @@ from draftwood.telemetry import METRICS, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
+from verifier_service.constraints import GrammarCompiler
 from verifier_service.engine import Engine, Outcome
 from verifier_service.requests import check_request, rule_to_proto
 from verifier_service.session import Emitted, Ended, Stats, TokenLogprobs
@@ -53,6 +54,7 @@ class Loaded:
     codec: TextCodec
     vocabulary: Vocabulary
     end_tokens: frozenset[int]
+    grammars: GrammarCompiler
     engine: Engine
 
 
@@ -109,6 +111,8 @@ class VerifierServer:
                 await self._idle.wait()
         await self._rpc.stop(min(grace_s, LAST_WORDS_S))
         await asyncio.to_thread(self._worker.stop)
+        if self._loaded is not None:
+            self._loaded.grammars.close()
 
     async def _load(self) -> None:
         try:
@@ -141,7 +145,8 @@ class VerifierServer:
         engine = Engine(runtime, settings, token_count=len(vocabulary.tokens))
         runtime.capture(len(vocabulary.tokens))
         name = settings.name or (TARGET_NAME if settings.model == DEMO else Path(settings.model).name)
-        return Loaded(name, codec, vocabulary, end_tokens(path, model.config.eos_token_id), engine)
+        ends = end_tokens(path, model.config.eos_token_id)
+        return Loaded(name, codec, vocabulary, ends, GrammarCompiler(codec, ends), engine)
 
     @property
     def loaded(self) -> Loaded:
@@ -226,7 +231,8 @@ class VerifierServer:
             seed=secrets.randbits(64),
             rule=Rule(self.settings.rule),
         )
-        request, resumed = checked.request, checked.resumed
+        resumed = checked.resumed
+        request = await loaded.grammars.attach(checked.request)
         if request.session_id in self._streams:
             raise InvalidArgument("SESSION_EXISTS", f"session {request.session_id!r} is running", field="session_id")
         stream = self._streams[request.session_id] = asyncio.Queue()

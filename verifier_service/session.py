@@ -14,6 +14,7 @@ from draftwood.acceptance import Ending, FinishReason, Rule
 from draftwood.processors import History
 from draftwood.runtime.text import TextStream
 from draftwood.sampling import SamplingParams
+from verifier_service.constraints import Constraint, Grammar, Matcher
 from verifier_service.live_tree import LiveTree
 
 MISSES_UNTIL_LAGGING = 3
@@ -35,6 +36,9 @@ class GenerateRequest:
     text: TextStream | None = None  # searched for stop strings; knows of ``resume``, the engine feeds it what follows
     deadline_ms: int = 0  # from its arrival; 0: none
     rule: Rule = Rule.SHARED_NOISE  # at a temperature above 0; 0 is greedy
+
+    constraint: Constraint | None = None
+    grammar: Grammar | None = None  # the constraint, compiled
 
     @property
     def weight(self) -> int:
@@ -131,11 +135,15 @@ class Session:
     budget: int = 0  # nodes asked of the drafts for this round
     stats: Stats = field(default_factory=Stats)
     history: History | None = field(init=False, default=None)  # None: nothing processes the logits
+    matcher: Matcher | None = field(init=False, default=None)  # behind the committed text; None: no constraint
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resume]
         if processors := self.request.sampling.processors:
             self.history = History(processors, self.tokens, len(self.request.prompt))
+        assert not self.request.constraint or self.request.grammar
+        if grammar := self.request.grammar:
+            self.matcher = grammar.matcher(self.request.resume)
         self.tree = LiveTree(self.tokens, self.live_nodes, sampled=self.request.sampled)
         self.committed_s = self.admitted_s
 

@@ -64,6 +64,15 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        serialized: str = self._fast.to_str()
+        return serialized
+
+    def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each sequence of tokens."""
+        return self._fast.decode_batch([list(tokens) for tokens in sequences], skip_special_tokens=False)
+
     def vocabulary(self, vocab_size: int) -> Vocabulary:
         """What a draft's tokenizer is compared with; ``vocab_size`` counts the model's output rows."""
         size = min(len(self._tokenizer), vocab_size)

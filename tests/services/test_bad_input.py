@@ -109,7 +109,7 @@ def check(error: DraftwoodError | None, status: str, reason: str, field: str | N
 # --- Generate, through the router
 
 
-SAMPLING, BAD_WORD = verifier_pb2.Sampling, verifier_pb2.BadWord
+SAMPLING, BAD_WORD, CONSTRAINT = verifier_pb2.Sampling, verifier_pb2.BadWord, verifier_pb2.Constraint
 
 
 def ids_of(*ids: int) -> verifier_pb2.BadWord:
@@ -264,6 +264,41 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "too_many_bad_words": (
         {"text": "x", "sampling": SAMPLING(bad_words=[ids_of(5)] * 1025)},
         "INVALID_ARGUMENT", "SAMPLING", "sampling.bad_words",
+    ),
+    "constraint_that_says_nothing": (
+        {"text": "x", "constraint": CONSTRAINT()}, "INVALID_ARGUMENT", "CONSTRAINT", "generation.constraint",
+    ),
+    "json_object_that_is_false": (
+        {"text": "x", "constraint": CONSTRAINT(json_object=False)},
+        "INVALID_ARGUMENT", "CONSTRAINT", "generation.constraint",
+    ),
+    "constraint_that_may_not_end": (
+        {"text": "x", "ignore_eos": True, "constraint": CONSTRAINT(regex="a")},
+        "INVALID_ARGUMENT", "CONSTRAINT", "generation.ignore_eos",
+    ),
+    "schema_that_is_no_json": (
+        {"text": "x", "constraint": CONSTRAINT(json_schema='{"type": ')},
+        "INVALID_ARGUMENT", "CONSTRAINT", "generation.constraint.json_schema",
+    ),
+    "schema_that_is_not_supported": (
+        {"text": "x", "constraint": CONSTRAINT(json_schema='{"not": {}}')},
+        "INVALID_ARGUMENT", "CONSTRAINT", "generation.constraint.json_schema",
+    ),
+    "regex_that_is_none": (
+        {"text": "x", "constraint": CONSTRAINT(regex="(")},
+        "INVALID_ARGUMENT", "CONSTRAINT", "generation.constraint.regex",
+    ),
+    "regex_that_is_too_long": (
+        {"text": "x", "constraint": CONSTRAINT(regex="é" * 32769)},
+        "INVALID_ARGUMENT", "CONSTRAINT", "generation.constraint.regex",
+    ),
+    "grammar_without_a_start": (
+        {"text": "x", "constraint": CONSTRAINT(grammar='a: "b"')},
+        "INVALID_ARGUMENT", "CONSTRAINT", "generation.constraint.grammar",
+    ),
+    "resume_against_the_constraint": (
+        {"text": "x", "max_tokens": 9, "constraint": CONSTRAINT(json_object=True), "resume_tokens": [70]},
+        "INVALID_ARGUMENT", "RESUME", "generation.resume_tokens[0]",
     ),
     "min_tokens_beyond_max_tokens": (
         {"text": "x", "max_tokens": 4, "sampling": SAMPLING(min_tokens=5)},

@@ -589,8 +589,8 @@ def test_bug_23_an_old_verdict_is_refused(between: str) -> None:
     session, seen = engine.sessions["s"], list[Any]()
     step = engine.sampler.step
 
-    def recording(parts: Any) -> list[list[int]]:
-        targets = step(parts)
+    def recording(parts: Any, *allowed: Any) -> list[list[int]]:
+        targets = step(parts, *allowed)
         seen.extend(zip(parts, targets, strict=True))
         return targets
 

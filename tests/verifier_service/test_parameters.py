@@ -9,12 +9,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from guessing import AT_ONCE, GuessingDraft, Text, serve
 from table_target import Table, TableRuntime
 from transformers import (
     LogitsProcessorList,
@@ -30,21 +31,18 @@ from transformers import (
 
 from draftwood.acceptance import Ending, FinishReason
 from draftwood.config import VerifierSettings
-from draftwood.errors import DraftwoodError
 from draftwood.noise import gumbel
 from draftwood.processors import ProcessorParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import Chosen
 from draftwood.sampling import SamplingParams
-from verifier_service.engine import Engine, Outcome
-from verifier_service.live_tree import Nodes
+from verifier_service.engine import Engine
 from verifier_service.sampler import NONE_ALLOWED
-from verifier_service.session import Emitted, Ended, GenerateRequest, TokenLogprobs
+from verifier_service.session import GenerateRequest
 from verifier_service.width import StepTimes
 
 VOCAB = 24
 TABLE = Table.random(VOCAB)
-AT_ONCE = 64
 COMBINATIONS = 1000  # of each of the five seeds
 
 
@@ -63,94 +61,6 @@ def make_engine(runtime: TableRuntime) -> Engine:
     )
     times = StepTimes([1, 512], [1.0, 2.0])
     return Engine(runtime, settings, token_count=VOCAB, times=times, clock=lambda: 0.0)  # type: ignore[arg-type]
-
-
-@dataclass
-class Text:
-    """What a session wrote, resumed tokens first."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    accepted: int = 0
-    last: Emitted | None = None
-    ended: Ended | None = None
-    error: DraftwoodError | None = None
-
-
-@dataclass
-class GuessingDraft:
-    """Knows what the target writes when nothing stops it, and guesses that and other things by a seeded script.
-
-    Wrong guesses are mostly tokens of the text itself, so that the same token hangs on several branches.
-    """
-
-    random: random.Random
-    truth: dict[str, list[int]]
-    names: dict[int, str] = field(default_factory=dict)
-    next_id: dict[int, int] = field(default_factory=dict)
-    always: bool = False  # right in every guess
-    repeats: int = 0  # tokens that occurred on two branches of a tree
-
-    def join(self, engine: Engine, name: str, handle: int) -> None:
-        start = engine.join(1, handle, name, b"t")
-        self.names[handle], self.next_id[handle] = name, 1
-        self.draw(engine, handle, start.epoch, len(start.tokens))
-
-    def hear(self, engine: Engine, outcome: Outcome) -> None:
-        for commit in outcome.commits.get(1, []):
-            self.draw(engine, commit.handle, commit.epoch, commit.length)
-
-    def draw(self, engine: Engine, handle: int, epoch: int, length: int) -> None:
-        rnd, first, text = self.random, self.next_id[handle], self.truth[self.names[handle]]
-        place, parents, tokens = [0], [], []  # place: depth on the true path; -1 off it
-        skill = 1.0 if self.always else rnd.choice([0.0, 0.6, 0.9, 1.0])
-        for _ in range(rnd.randint(0, 11)):
-            above = place.index(max(place)) if rnd.random() < 0.7 else rnd.randrange(len(place))
-            at = length + place[above] if place[above] >= 0 else len(text)
-            right = at < len(text) and rnd.random() < skill
-            wrong = rnd.choice(text) if rnd.random() < 0.8 else rnd.randrange(VOCAB)
-            parents.append(first + above - 1 if above else 0)
-            tokens.append(text[at] if right else wrong)
-            place.append(place[above] + 1 if at < len(text) and tokens[-1] == text[at] else -1)
-        self.repeats += sum(count - 1 for count in Counter(tokens).values())
-        self.next_id[handle] = first + len(tokens)
-        score = np.array([-rnd.random() for _ in tokens], np.float32)
-        engine.grow(
-            1, handle, Nodes(epoch, first, np.array(parents, np.int64), np.array(tokens, np.int32), score),
-            complete=True,
-        )  # fmt: skip
-
-
-def serve(engine: Engine, requests: list[GenerateRequest], draft: GuessingDraft | None) -> dict[str, Text]:
-    """Serves all requests, so many at a time; checks that nothing has gaps and nothing is left behind."""
-    texts = {r.session_id: Text(list(r.resume)) for r in requests}
-    todo, running, handle = list(requests[::-1]), 0, 0
-    if draft:
-        engine.open_link(1, "guessing")
-    while todo or running:
-        while todo and running < AT_ONCE:
-            request = todo.pop()
-            engine.submit(request)
-            running, handle = running + 1, handle + 1
-            if draft:
-                draft.join(engine, request.session_id, handle)
-        outcome = engine.step()
-        for emitted in outcome.emitted:
-            text = texts[emitted.session_id]
-            assert emitted.offset == len(text.tokens)
-            text.tokens += emitted.tokens
-            text.logprobs += emitted.logprobs
-            text.accepted += emitted.accepted
-            text.last = emitted
-        for ended in outcome.ended:
-            texts[ended.session_id].ended = ended
-        for name, error in outcome.failed:
-            texts[name].error = error
-        running -= len(outcome.ended) + len(outcome.failed)
-        if draft:
-            draft.hear(engine, outcome)
-    assert engine.runtime.pool.held == 0 and not engine.sessions
-    return texts
 
 
 def maybe(rnd: random.Random, low: float, high: float, neutral: float) -> float:
@@ -209,7 +119,7 @@ def test_speculation_equals_plain_decoding_for_random_parameters(seed: int) -> N
     truth = {r.session_id: [*r.prompt, *plain[r.session_id].tokens] for r in requests}
     requests = [resumed(rnd, r, plain[r.session_id].tokens) for r in requests]
     engine = make_engine(TableRuntime(TABLE))
-    draft = GuessingDraft(rnd, truth)
+    draft = GuessingDraft(rnd, truth, VOCAB)
     texts = serve(engine, requests, draft)
     stopped: Counter[tuple[int, bool]] = Counter()  # by length of the last run, and whether guesses went on behind it
     for request in requests:
@@ -272,7 +182,7 @@ def test_random_parameters_against_the_processors_of_transformers() -> None:
     assert len(requests) > 200
     want = {r.session_id: with_transformers(r) for r in requests}
     truth = {r.session_id: [*r.prompt, *want[r.session_id]] for r in requests}
-    for draft in (None, GuessingDraft(rnd, truth)):
+    for draft in (None, GuessingDraft(rnd, truth, VOCAB)):
         texts = serve(make_engine(TableRuntime(TABLE)), requests, draft)
         assert {name: text.tokens for name, text in texts.items()} == want
 
@@ -304,7 +214,7 @@ def test_tokens_that_the_forward_chose_are_replaced_where_there_is_more_to_it() 
     want = serve(make_engine(TableRuntime(TABLE)), requests, None)
     truth = {r.session_id: [*r.prompt, *want[r.session_id].tokens] for r in requests}
     runtime = ChoosingRuntime()
-    for draft in (None, GuessingDraft(rnd, truth)):
+    for draft in (None, GuessingDraft(rnd, truth, VOCAB)):
         got = serve(make_engine(runtime), requests, draft)
         assert {k: (t.tokens, t.logprobs) for k, t in got.items()} == {
             k: (t.tokens, t.logprobs) for k, t in want.items()
@@ -319,7 +229,7 @@ def text_of(sampling: SamplingParams, runtime: TableRuntime, draft: bool, **more
     fields = {"session_id": "s", "ticket": b"t", "prompt": (1, 2), "resume": (), "max_nodes": 12} | more
     asked = GenerateRequest(sampling=sampling, **{"ending": Ending(frozenset(), 8)} | fields)
     truth = greedy_text([1, 2], 12)
-    guesses = GuessingDraft(random.Random(3), {"s": truth}, always=True) if draft else None
+    guesses = GuessingDraft(random.Random(3), {"s": truth}, VOCAB, always=True) if draft else None
     return serve(make_engine(runtime), [asked], guesses)["s"]
 
 
