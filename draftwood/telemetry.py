@@ -21,6 +21,11 @@ Fate = Literal["drafted", "verified", "accepted", "stale", "refused"]
 SessionState = Literal["waiting", "running", "preempted"]
 PageOwner = Literal["free", "cached", "session"]
 PageEvent = Literal["reused", "published", "evicted"]
+StepPart = Literal["wait", "plan", "forward", "commit"]
+WidthReason = Literal["no_nodes", "shut", "baseline", "cost", "all", "probe", "full"]
+
+MOST_DEPTH: Final = 16
+"""Deeper nodes count as this deep in metrics."""
 
 RPC_CODES: Final = ("OK", "CANCELLED", *BY_STATUS)
 STEP_BUCKETS_S: Final = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
@@ -102,6 +107,22 @@ class Metrics:
         self.steps = Counter("draftwood_steps", "Verify steps", registry=self.registry)
         self.step_seconds = Histogram(
             "draftwood_step_seconds", "Duration of a verify step", buckets=STEP_BUCKETS_S, registry=self.registry
+        )
+        parts = Counter("draftwood_step_part_seconds", "Time between and in steps", ["part"], registry=self.registry)
+        self.step_parts: dict[StepPart, Counter] = {part: parts.labels(part) for part in get_args(StepPart)}
+        widths = Counter("draftwood_step_width", "Steps by what set their width", ["reason"], registry=self.registry)
+        self.step_width: dict[WidthReason, Counter] = {why: widths.labels(why) for why in get_args(WidthReason)}
+        by_depth = Counter(
+            "draftwood_nodes_by_depth", "Draft nodes below the anchor", ["fate", "depth"], registry=self.registry
+        )
+        depths = range(1, MOST_DEPTH + 1)
+        self.verified_depth = [by_depth.labels("verified", depth) for depth in depths]  # by depth - 1
+        self.accepted_depth = [by_depth.labels("accepted", depth) for depth in depths]
+        self.late_rounds = Counter(
+            "draftwood_late_rounds", "Steps that did not wait for a draft long enough", registry=self.registry
+        )
+        self.acceptance_alarms = Counter(
+            "draftwood_acceptance_alarms", "Times that a draft's guesses stopped being taken", registry=self.registry
         )
         sessions = Gauge("draftwood_sessions", "Sessions by state", ["state"], registry=self.registry)
         self.sessions: dict[SessionState, Gauge] = {state: sessions.labels(state) for state in get_args(SessionState)}

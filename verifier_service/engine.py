@@ -27,7 +27,7 @@ from draftwood.errors import (
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams
-from draftwood.telemetry import METRICS, get_logger
+from draftwood.telemetry import METRICS, StepPart, WidthReason, get_logger
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.constraints import MaskFiller
@@ -37,6 +37,7 @@ from verifier_service.plan import FIRST_BUDGET, Part, Planner
 from verifier_service.queue import AdmissionQueue
 from verifier_service.sampler import NONE_ALLOWED, TargetSampler, failure
 from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
+from verifier_service.watch import AcceptanceWatch
 from verifier_service.width import GRID, Policy, StepTimes
 
 log = get_logger(__name__)
@@ -80,6 +81,9 @@ class Outcome:
     commits: dict[int, list[SessionCommit]] = field(default_factory=dict)  # by link
     stops: dict[int, list[int]] = field(default_factory=dict)  # handles by link
     step_s: float = 0.0  # 0: not of a step
+    spent_s: dict[StepPart, float] = field(default_factory=dict)  # by part of the step, and the wait before it
+    width_reason: WidthReason = "no_nodes"
+    depths: list[int] = field(default_factory=list)  # of the verified nodes
     verified: int = 0  # nodes
 
 
@@ -122,6 +126,7 @@ class Engine:
         self.totals = Totals()
         self._kv = SessionPages(runtime.pool, share=settings.prefix_cache)
         self._unaudited = 0  # steps and releases since the last audit
+        self._ended_s: float | None = None  # when the last step ended, if it left sessions
         self.sampler = TargetSampler(
             runtime, token_count, 4 * settings.max_nodes, (settings.typical_epsilon, settings.typical_delta)
         )
@@ -131,6 +136,7 @@ class Engine:
         )
         self._links: dict[int, Link] = {}
         self._calibrations: dict[tuple[str, Rule], Calibration] = {}
+        self._watches: dict[tuple[str, Rule], AcceptanceWatch] = {}
 
     # --- requests ---
 
@@ -304,15 +310,20 @@ class Engine:
         parts = self.planner.plan(began, self.running, self._usual_round)
         if not parts:  # whoever was ready gave way, and those that stay wait for their drafts
             return Outcome()
+        planned = self.clock()
         targets = self.sampler.step(parts, self.masks.fill(parts))
-        forward_s = self.clock() - began
+        forwarded = self.clock()
         out = Outcome()
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
         self.runtime.move([move for move in moves if move])
         for part in parts:
             if part.session.running:
                 self._kv.publish(part.session)
-        self._account(parts, out, began, forward_s)
+        self._account(parts, out, began, forwarded - began)
+        out.spent_s = {"plan": planned - began, "forward": forwarded - planned, "commit": self.clock() - forwarded}
+        if self._ended_s is not None:
+            out.spent_s["wait"] = began - self._ended_s
+        self._ended_s = self.clock() if self.sessions else None
         return out
 
     def _set_aside(self, session: Session) -> None:
@@ -348,7 +359,9 @@ class Engine:
         name, finish = session.request.session_id, emission.finish
         out.emitted.append(Emitted(name, session.generated, tokens, accepted, logprobs, finish=finish, pieces=pieces))
         for draft in session.drafts.values():
-            draft.misses += draft.complete_epoch < session.tree.epoch and session.budget > 0
+            late = draft.complete_epoch < session.tree.epoch and session.budget > 0
+            draft.misses += late
+            METRICS.late_rounds.inc(late)
         if emission.finish:
             session.tokens.extend(tokens)
             self._end(session, emission.finish, out, emission.stop)
@@ -370,7 +383,13 @@ class Engine:
     def _commit(self, session: Session, part: Part, path: Sequence[int], tokens: tuple[int, ...], out: Outcome) -> None:
         live_path = [int(part.kept[node]) for node in path]
         session.tree.learn(part.kept, live_path)
-        ids = {link: session.tree.node_ids(link, live_path) for link in session.drafts}
+        guesses = part.kept[1:][part.tree.parent[1:] == 0].tolist()
+        ids: dict[int, tuple[int, ...]] = {}
+        for link in session.drafts:
+            known = session.tree.node_ids(link, [*live_path, *guesses])
+            ids[link] = known[: len(path)]
+            if any(known[len(path) :]):
+                self._watch(link, session, taken=any(ids[link][:1]))
         session.tree.commit(tokens)
         if session.matcher:
             session.matcher.advance(tokens)
@@ -379,6 +398,14 @@ class Engine:
         for link, draft in session.drafts.items():
             if session.budget or not draft.asleep:
                 out.commits.setdefault(link, []).append(self._notice(session, draft, tokens, ids[link]))
+
+    def _watch(self, link: int, session: Session, *, taken: bool) -> None:
+        """Notes whether one of a draft's guesses below the anchor was taken."""
+        model, rule = self._links[link].model, session.request.effective_rule
+        watch = self._watches.setdefault((model, rule), AcceptanceWatch())
+        if watch.observe(taken):
+            METRICS.acceptance_alarms.inc()
+            log.warning("acceptance has collapsed", model=model, rule=rule.value, now=watch.now, usual=watch.usual)
 
     def _notice(
         self, session: Session, draft: AttachedDraft, tokens: tuple[int, ...], ids: tuple[int, ...]
@@ -399,7 +426,13 @@ class Engine:
         totals.tokens += tokens
         totals.verified += nodes
         totals.accepted += sum(e.accepted for e in out.emitted)
-        out.step_s, out.verified = now - began, nodes
+        out.step_s, out.verified, out.width_reason = now - began, nodes, self.planner.reason
+        out.depths = [
+            depth
+            for part in parts
+            if part.decodes
+            for depth in (part.rows.tail_position[1:] - part.rows.tail_position[0]).tolist()
+        ]
         totals.step_s = now - began if not totals.step_s else 0.9 * totals.step_s + 0.1 * (now - began)
         totals.width = nodes / max(1, len(out.emitted))
         self._unaudited += 1

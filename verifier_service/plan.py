@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from draftwood import tree as tt
 from draftwood.config import VerifierSettings
 from draftwood.runtime.batch import Rows
+from draftwood.telemetry import WidthReason
 from draftwood.tree import BoolArray, IndexArray, TokenTree
 from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split
 from verifier_service.session import Session
@@ -80,6 +81,8 @@ class Planner:
         self._settings = settings
         self.times = times
         self.policy = Policy()
+        self.reason: WidthReason = "no_nodes"
+        """What decided the width of the last step."""
         self._prefill_cost = PrefillCost()
         self.gate = SpeculationGate()
         self.outlook = Outlook(settings.max_nodes)
@@ -226,15 +229,21 @@ class Planner:
         """Log survival from which on nodes are verified in this step."""
         nodes = sum(map(len, log_reach))
         if self._settings.width == "full":
+            self.reason = "full"
             return -np.inf
-        if not nodes or not self.gate.open or self._baseline_is_due():
+        if not nodes or not self.gate.open:
+            self.reason = "no_nodes" if self.gate.open else "shut"
+            return np.inf
+        if self._baseline_is_due():
+            self.reason = "baseline"
             return np.inf
         rows = len(log_reach) + self._least_chunk + np.arange(1 + nodes)
         lowest = admit(log_reach, self.times(rows, self._load), self.outlook.overhead_s, self._prefilling)
         self._narrow_steps = self._narrow_steps + 1 if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
+            self.reason = "all" if all(len(r) == 0 or r.min() >= lowest for r in log_reach) else "cost"
             return lowest
-        self._narrow_steps = 0
+        self._narrow_steps, self.reason = 0, "probe"
         return -np.inf
 
     def _baseline_is_due(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from draftwood.runtime.demo_model import DEMO, TARGET_NAME, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
 from draftwood.runtime.text import TextCodec, TextStream, end_tokens
 from draftwood.runtime.worker import Worker
-from draftwood.telemetry import METRICS, get_logger, serve_metrics
+from draftwood.telemetry import METRICS, MOST_DEPTH, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
@@ -197,6 +198,14 @@ class VerifierServer:
             METRICS.steps.inc()
             METRICS.step_seconds.observe(outcome.step_s)
             METRICS.nodes["verified"].inc(outcome.verified)
+            METRICS.step_width[outcome.width_reason].inc()
+            for part, seconds in outcome.spent_s.items():
+                METRICS.step_parts[part].inc(seconds)
+            for depth, count in Counter(outcome.depths).items():
+                METRICS.verified_depth[min(depth, MOST_DEPTH) - 1].inc(count)
+            for emitted in outcome.emitted:
+                for depth in range(1, emitted.accepted + 1):
+                    METRICS.accepted_depth[min(depth, MOST_DEPTH) - 1].inc()
         METRICS.tokens.inc(sum(len(e.tokens) for e in outcome.emitted))
         METRICS.nodes["accepted"].inc(sum(e.accepted for e in outcome.emitted))
         METRICS.prompt_tokens.inc(sum(e.prompt_tokens for e in outcome.ended))
