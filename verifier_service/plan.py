@@ -292,7 +292,7 @@ class Planner:
     def _judge(self, parts: Sequence[Part], tokens: int, seconds: float, forward_s: float, prefill_s: float) -> None:
         """Whether drafts pay: what the step was expected to write, which varies less than what it wrote."""
         drafted = [part.session.has_drafted for part in parts if part.session.drafts]
-        if not drafted:
+        if not drafted:  # steps of sessions that have no drafts do not bring the next trial nearer
             return
         others = self._prefilling
         predicted = self.outlook.advantage(self._decoding, others, self._least_chunk, self.times, self._load)

@@ -23,7 +23,7 @@ SLOW = 0.02
 DWELL_STEPS = 12
 """Steps for which drafts stay on or off at least."""
 
-SHUT_BELOW, OPEN_ABOVE = 1.01, 1.03
+SHUT_BELOW, OPEN_ABOVE = 1.0, 1.02
 """Advantages over plain decoding at which drafts are switched off and on."""
 
 TRIAL_SHARE = 0.02

@@ -96,3 +96,18 @@ def test_a_stream_of_urgent_requests_delays_another_by_the_patience_at_most() ->
         if queue.pop().session_id == "patient":
             break
     assert second == PATIENCE_S - 1  # due at the same time as that one, and there before it
+
+
+def test_steps_without_drafts_do_not_bring_the_next_trial_nearer() -> None:
+    """Clients who want no drafts, in turns with others whose drafts do not pay: no trial for each change."""
+    planner = make_planner(StepTimes([1, 8, 64], [1.0, 1.1, 2.0]))
+    planner.gate.open = False
+    plain = [decoding(f"p{k}") for k in range(4)]
+    for session in plain:
+        session.drafts.clear()
+    before = planner.gate._steps
+    for k in range(500):
+        planner.finished(planner.plan(float(k), plain, lambda _: 0.0), 4, 4, 0.5, k, k + 0.5)
+    assert planner.gate._steps == before and not planner.gate.open
+    planner.finished(planner.plan(501.0, [decoding("d")], lambda _: 0.0), 1, 1, 0.5, 501.0, 501.5)
+    assert planner.gate._steps == before + 1
