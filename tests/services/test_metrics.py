@@ -39,4 +39,4 @@ async def test_a_steps_metrics_add_up(stack: Stack) -> None:
     spent = grown("draftwood_step_part_seconds_total")
     assert all(spent[part] > 0 for part in ("plan", "forward", "commit", "wait"))
     in_steps = grown("draftwood_step_seconds_sum")[""]
-    assert 0.9 * in_steps < spent["plan"] + spent["forward"] + spent["commit"] < 1.2 * in_steps
+    assert 0.9 * in_steps < spent["plan"] + spent["forward"] + spent["commit"] < 1.5 * in_steps
