@@ -126,7 +126,6 @@ class Engine:
         self.totals = Totals()
         self._kv = SessionPages(runtime.pool, share=settings.prefix_cache)
         self._unaudited = 0  # steps and releases since the last audit
-        self._ended_s: float | None = None  # when the last step ended, if it left sessions
         self.sampler = TargetSampler(
             runtime, token_count, 4 * settings.max_nodes, (settings.typical_epsilon, settings.typical_delta)
         )
@@ -304,7 +303,7 @@ class Engine:
 
     def step(self) -> Outcome:
         """One forward and all that follows from it."""
-        began = self.clock()
+        began, ended_before = self.clock(), self.planner.last_step_s
         for session in self._kv.make_room(self.running, self.planner.share):
             self._set_aside(session)
         parts = self.planner.plan(began, self.running, self._usual_round)
@@ -321,9 +320,8 @@ class Engine:
                 self._kv.publish(part.session)
         self._account(parts, out, began, forwarded - began)
         out.spent_s = {"plan": planned - began, "forward": forwarded - planned, "commit": self.clock() - forwarded}
-        if self._ended_s is not None:
-            out.spent_s["wait"] = began - self._ended_s
-        self._ended_s = self.clock() if self.sessions else None
+        if ended_before is not None:
+            out.spent_s["wait"] = began - ended_before
         return out
 
     def _set_aside(self, session: Session) -> None:

@@ -95,7 +95,8 @@ class Planner:
         self._gathering_since: float | None = None
         self._narrow_steps = 0
         self._since_plain = 0
-        self._last_step_s: float | None = None
+        self.last_step_s: float | None = None
+        """When the last step ended; None: no session went on, or the time since is not the next step's."""
         self._expected = 0.0  # tokens of the step that runs
         self._prefilling = 0  # sessions
         self._least_chunk = 0  # rows that are theirs in any case
@@ -272,8 +273,8 @@ class Planner:
         self, parts: Sequence[Part], tokens: int, sessions_left: int, forward_s: float, began: float, now: float
     ) -> None:
         """Learns from a step that began and ended then, wrote ``tokens`` and leaves ``sessions_left`` running."""
-        since_last_s = now - self._last_step_s if self._last_step_s is not None else now - began
-        self._last_step_s = now if sessions_left else None
+        since_last_s = now - self.last_step_s if self.last_step_s is not None else now - began
+        self.last_step_s = now if sessions_left else None
         decoding = [part for part in parts if part.decodes]
         if not decoding:
             return
@@ -310,7 +311,7 @@ class Planner:
 
     def paused(self) -> None:
         """The time until the next step is not that step's."""
-        self._last_step_s = None
+        self.last_step_s = None
 
 
 def _one_a_page(sessions: Sequence[Session]) -> set[Session]:
