@@ -19,7 +19,7 @@ from draftwood.telemetry import WidthReason
 from draftwood.tree import BoolArray, IndexArray, TokenTree
 from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split
 from verifier_service.session import Session
-from verifier_service.width import Outlook, Policy, SpeculationGate, StepTimes, admit
+from verifier_service.width import Outlook, Policy, Situation, SpeculationGate, StepTimes, admit
 
 PROBE_STEPS = 32
 """Steps without a node, though there were some to verify, after which one step takes them all to measure it anew."""
@@ -295,19 +295,22 @@ class Planner:
         drafted = [part.session.has_drafted for part in parts if part.session.drafts]
         if not drafted:  # steps of sessions that have no drafts do not bring the next trial nearer
             return
-        others = self._prefilling
-        predicted = self.outlook.advantage(self._decoding, others, self._least_chunk, self.times, self._load)
+        others, load = self._prefilling, self._load
+        share = round(sum(self.share(part.session) for part in parts) / len(parts))
+        predicted = self.outlook.advantage(
+            Situation(self._decoding, load, share, others, self._least_chunk), self.times
+        )
         if all(drafted) and self.gate.open and seconds < LONGEST_STEP_S:
             rows = sum(part.tree.size for part in parts)
-            plain_s = self.times.plain(self._decoding, self._load)
+            plain_s = self.times.plain(self._decoding, load)
             if rows > len(parts):
-                plain_s *= self.times.drift(rows, forward_s - prefill_s, self._load)
+                plain_s *= self.times.drift(rows, forward_s - prefill_s, load)
                 self.outlook.observe_tokens(tokens, self._expected)
             self.outlook.observe_overhead(seconds - forward_s)
             work, plain_work = self._expected * self.outlook.truth + others, self._decoding + others
             earned, plain_s = work / plain_work, plain_s + prefill_s
-            self.gate.record(earned * plain_s / seconds, predicted, seconds / plain_s - earned)
-        self.gate.step(predicted)
+            self.gate.record(earned * plain_s / seconds, predicted, seconds / plain_s - earned, load)
+        self.gate.step(predicted, load)
 
     def paused(self) -> None:
         """The time until the next step is not that step's."""

@@ -12,7 +12,7 @@ admission argument of DSpark, carried over to trees). Survival falls along paths
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +145,17 @@ def admit(
     return float(reach[order[count - 1]]) if count else np.inf
 
 
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Who is served: decoding and prefilling sessions, rows of prefill, and nodes that a session may have verified."""
+
+    sessions: int
+    load: int
+    share: int
+    prefilling: int = 0
+    chunk: int = 0
+
+
 class Outlook:
     """What drafts would be worth at any load: the advantage over plain decoding that T and the usual trees predict."""
 
@@ -182,25 +193,27 @@ class Outlook:
     def observe_overhead(self, seconds: float) -> None:
         self.overhead_s += SMOOTH * (max(0.0, seconds) - self.overhead_s)
 
-    def advantage(self, sessions: int, prefilling: int, chunk: int, times: StepTimes, load: int) -> float:
-        """Work a second with drafts over that without, at so many decoding and prefilling sessions (see ``admit``)."""
-        with_chunk, without = times(np.array([sessions + chunk, sessions]), load)
-        plain_s = times.plain(sessions, load) + max(0.0, float(with_chunk - without))
-        rows = sessions * (1 + np.arange(len(self._gain))) + chunk
-        work = sessions * (1 + self._gain) + prefilling
-        best = np.max(work / (times(rows, load) + self.overhead_s))
-        return float(best) * plain_s / (sessions + prefilling)
+    def advantage(self, at: Situation, times: StepTimes) -> float:
+        """Work a second with drafts over that without, at the best width that the share allows (see ``admit``)."""
+        with_chunk, without = times(np.array([at.sessions + at.chunk, at.sessions]), at.load)
+        plain_s = times.plain(at.sessions, at.load) + max(0.0, float(with_chunk - without))
+        gain = self._gain[: at.share + 1]
+        rows = at.sessions * (1 + np.arange(len(gain))) + at.chunk
+        work = at.sessions * (1 + gain) + at.prefilling
+        best = np.max(work / (times(rows, at.load) + self.overhead_s))
+        return float(best) * plain_s / (at.sessions + at.prefilling)
 
 
 @dataclass
 class SpeculationGate:
     """Switches drafts off while they do not pay, all costs counted, and tries again after a while.
 
-    The advantage is the predicted one at the present load, times how far the steps with drafts have fallen short of
-    their predictions. Drafts go off below ``SHUT_BELOW`` and on above ``OPEN_ABOVE``, and every choice is held for
-    ``DWELL_STEPS`` (vllm#49548 shows what the lack of such a hold does). As drafts that are off teach nothing, they
-    are tried again after ``first_hold`` steps, and after twice as many each time that fails; but only when so many
-    steps have passed that the time lost by the trial is no more than ``TRIAL_SHARE`` of theirs.
+    The advantage is the predicted one at the present load, times how far the steps with drafts at that load have
+    fallen short of their predictions; of a load not seen yet, what fell short at the nearest is taken, and half as
+    much for each level between. Drafts go off below ``SHUT_BELOW`` and on above ``OPEN_ABOVE``, and every choice is
+    held for ``DWELL_STEPS`` (vllm#49548 shows what the lack of such a hold does). As drafts that are off teach
+    nothing, they are tried again after ``first_hold`` steps, and after twice as many each time that fails; but only
+    when so many steps have passed that the time lost by the trial is no more than ``TRIAL_SHARE`` of theirs.
     """
 
     first_hold: int = 160
@@ -212,11 +225,11 @@ class SpeculationGate:
     _hold: int = 0
     _records: int = 0  # since it was opened
     _lost: float = 0.0  # since then, in plain steps: time that drafts have cost more than they have earned
-    _measured: float = 0.0  # logs, means of the last steps with drafts
-    _predicted: float = 0.0
+    _shortfall: dict[int, float] = field(default_factory=dict)  # by load level: mean log of measured over predicted
+    _seen: dict[int, int] = field(default_factory=dict)  # by load level: records since it was opened
     _smooth: float | None = None  # log advantage
 
-    def record(self, measured: float, predicted: float, lost: float) -> None:
+    def record(self, measured: float, predicted: float, lost: float, load: int) -> None:
         """A step with drafts: its tokens over those of plain decoding in that time, what had been predicted of that,
         and how many plain steps longer it took than plain decoding would have for its tokens (negative: shorter)."""
         if self.open:
@@ -225,14 +238,15 @@ class SpeculationGate:
             self._settling = max(0, self._settling - 1)
             return
         self._records += 1
-        weight = max(SMOOTH, 1 / self._records)
-        self._measured += weight * (float(np.log(max(measured, 0.05))) - self._measured)
-        self._predicted += weight * (float(np.log(predicted)) - self._predicted)
+        self._seen[load] = seen = self._seen.get(load, 0) + 1
+        short = float(np.log(max(measured, 0.05) / predicted))
+        mean = self._shortfall.get(load, short)
+        self._shortfall[load] = mean + max(SMOOTH, 1 / seen) * (short - mean)
 
-    def step(self, predicted: float) -> None:
+    def step(self, predicted: float, load: int) -> None:
         """One step has passed; ``predicted`` is the advantage predicted at the load of now."""
         self._steps += 1
-        now = float(np.log(predicted)) + self._measured - self._predicted
+        now = float(np.log(predicted)) + self._shortfall_at(load)
         self._smooth = now if self._smooth is None else self._smooth + FOLLOW * (now - self._smooth)
         self.advantage = float(np.exp(self._smooth))
         if self._steps < DWELL_STEPS or (self.open and self._records < DWELL_STEPS - SETTLING_STEPS):
@@ -248,7 +262,14 @@ class SpeculationGate:
         elif self.open and self._steps >= 8 * DWELL_STEPS:
             self._hold = 0
 
+    def _shortfall_at(self, load: int) -> float:
+        if not self._shortfall:
+            return 0.0
+        nearest = min(self._shortfall, key=lambda known: abs(known - load))
+        return self._shortfall[nearest] * 0.5 ** abs(nearest - load)
+
     def _change(self) -> None:
         self.open, self._steps = not self.open, 0
         if self.open:
             self._records, self._settling, self._lost = 0, SETTLING_STEPS, 0.0
+            self._seen.clear()

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from verifier_service.width import DWELL_STEPS, TRIAL_SHARE, Outlook, SpeculationGate, StepTimes
+from verifier_service.width import DWELL_STEPS, TRIAL_SHARE, Outlook, Situation, SpeculationGate, StepTimes
 
 LOAD = 4
 PLAIN_S, TREE_S, OVERHEAD_S = 0.05, 0.06, 0.01
@@ -21,8 +21,8 @@ def serve(gate: SpeculationGate, times: StepTimes, steps: int, tokens: float, sl
         times.observe(16, forward_s, LOAD)
         plain_s = times.plain(8, LOAD) * times.drift(16, forward_s, LOAD)
         step_s = (forward_s + OVERHEAD_S) / plain_s
-        gate.record(tokens / 8 / step_s, 1.2, step_s - tokens / 8)
-        gate.step(1.2)
+        gate.record(tokens / 8 / step_s, 1.2, step_s - tokens / 8, LOAD)
+        gate.step(1.2, LOAD)
         seen.append(gate.open)
     return seen
 
@@ -70,12 +70,12 @@ def test_what_trials_cost_is_a_small_share_of_the_time_however_bad_drafts_are(wo
     gate, lost, steps = SpeculationGate(), 0.0, 0
     for trial in range(6):
         while gate.open:
-            gate.record(worth, 1.2, 1 / worth - 1)
-            gate.step(1.2)
+            gate.record(worth, 1.2, 1 / worth - 1, LOAD)
+            gate.step(1.2, LOAD)
             lost += 1 / worth - 1
         before = steps
         while not gate.open:
-            gate.step(1.2)
+            gate.step(1.2, LOAD)
             steps += 1
         assert lost <= (TRIAL_SHARE + 0.001) * steps, f"trial {trial}, {steps - before} steps"
 
@@ -103,8 +103,8 @@ def test_a_prediction_that_swings_about_the_threshold_changes_nothing_within_the
     seen = []
     for k in range(1000):
         predicted = 1.3 if k // period % 2 else 0.75
-        gate.record(predicted, predicted, 1 / predicted - 1)
-        gate.step(predicted)
+        gate.record(predicted, predicted, 1 / predicted - 1, LOAD)
+        gate.step(predicted, LOAD)
         seen.append(gate.open)
     changes = [k for k, (a, b) in enumerate(itertools.pairwise(seen)) if a != b]
     assert all(b - a >= DWELL_STEPS for a, b in itertools.pairwise(changes))
@@ -117,19 +117,19 @@ def test_a_load_at_which_drafts_pay_switches_them_on_without_a_trial() -> None:
     for _ in range(40):
         outlook.observe([np.log([0.6, 0.4, 0.25])] * 8)
         outlook.observe_overhead(0.003)
-        predicted = outlook.advantage(8, 0, 0, times, LOAD)
-        gate.record(predicted, predicted, 1 / predicted - 1)
-        gate.step(predicted)
+        predicted = outlook.advantage(Situation(8, LOAD, 8), times)
+        gate.record(predicted, predicted, 1 / predicted - 1, LOAD)
+        gate.step(predicted, LOAD)
     assert not gate.open and predicted < 0.95
     steps = 0
     while not gate.open:
-        gate.step(outlook.advantage(1, 0, 0, times, LOAD))
+        gate.step(outlook.advantage(Situation(1, 1, 8), times), 1)
         steps += 1
     assert steps <= 20
     while gate.open:
-        predicted = outlook.advantage(8, 0, 0, times, LOAD)
-        gate.record(predicted, predicted, 1 / predicted - 1)
-        gate.step(predicted)
+        predicted = outlook.advantage(Situation(8, LOAD, 8), times)
+        gate.record(predicted, predicted, 1 / predicted - 1, LOAD)
+        gate.step(predicted, LOAD)
         steps += 1
     assert steps <= 40
 
