@@ -130,8 +130,9 @@ class Planner:
     def due(self, now: float, sessions: Sequence[Session], usual_round: UsualRound) -> float | None:
         """Clock time of the next step: now if all are ready.
 
-        Ready ones wait for those whose trees should be there within ``GATHER_STEPS``. Prefill goes along with decoding
-        sessions and has no step of its own while there are some.
+        Ready ones wait for those whose trees should be there within ``GATHER_STEPS``, and for the same time times the
+        share of sessions that are late. Prefill goes along with decoding sessions and has no step of its own while
+        there are some.
         """
         if not sessions:
             self._gathering_since = None
@@ -144,10 +145,12 @@ class Planner:
         if len(rounds) == len(decoding):
             return first_deadline
         self._gathering_since = now if self._gathering_since is None else self._gathering_since
-        gather_s = self.gather_steps * float(self.times(np.array([len(decoding)]), self._load)[0])
+        step_s = self.gather_steps * float(self.times(np.array([len(decoding)]), self._load)[0])
         expected = [committed_s + LATE * round_s for committed_s, round_s in rounds]
-        soon = [at for at in expected if now < at <= self._gathering_since + gather_s]
-        return min(first_deadline, max(soon, default=now))
+        soon = [at for at in expected if now < at <= self._gathering_since + step_s]
+        late = sum(at <= now for at in expected)
+        until = max([*soon, self._gathering_since + step_s * late / len(decoding)])
+        return min(first_deadline, max(now, until))
 
     # --- who ---
 
@@ -309,7 +312,7 @@ class Planner:
             self.outlook.observe_overhead(seconds - forward_s)
             work, plain_work = self._expected * self.outlook.truth + others, self._decoding + others
             earned, plain_s = work / plain_work, plain_s + prefill_s
-            self.gate.record(earned * plain_s / seconds, predicted, seconds / plain_s - earned, load)
+            self.gate.record(earned, seconds / plain_s, predicted, load)
         self.gate.step(predicted, load)
 
     def paused(self) -> None:

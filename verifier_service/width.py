@@ -225,28 +225,32 @@ class SpeculationGate:
     _hold: int = 0
     _records: int = 0  # since it was opened
     _lost: float = 0.0  # since then, in plain steps: time that drafts have cost more than they have earned
-    _shortfall: dict[int, float] = field(default_factory=dict)  # by load level: mean log of measured over predicted
+    _earned: dict[int, float] = field(default_factory=dict)  # by load level, means: work of a step with drafts
+    _owed: dict[int, float] = field(default_factory=dict)  # and what had been predicted of a step that takes as long
     _seen: dict[int, int] = field(default_factory=dict)  # by load level: records since it was opened
     _smooth: float | None = None  # log advantage
 
-    def record(self, measured: float, predicted: float, lost: float, load: int) -> None:
-        """A step with drafts: its tokens over those of plain decoding in that time, what had been predicted of that,
-        and how many plain steps longer it took than plain decoding would have for its tokens (negative: shorter)."""
+    def record(self, earned: float, took: float, predicted: float, load: int) -> None:
+        """A step with drafts: its work and its time, each as a multiple of a plain step's, and the advantage predicted.
+
+        Means of work and time are held against each other and not the mean of their ratios, as steps in which few
+        of the sessions are ready alternate with those of all others.
+        """
         if self.open:
-            self._lost += lost
+            self._lost += took - earned
         if not self.open or self._settling:
             self._settling = max(0, self._settling - 1)
             return
         self._records += 1
         self._seen[load] = seen = self._seen.get(load, 0) + 1
-        short = float(np.log(max(measured, 0.05) / predicted))
-        mean = self._shortfall.get(load, short)
-        self._shortfall[load] = mean + max(SMOOTH, 1 / seen) * (short - mean)
+        for means, value in ((self._earned, earned), (self._owed, predicted * took)):
+            mean = means.get(load, value)
+            means[load] = mean + max(SMOOTH, 1 / seen) * (value - mean)
 
     def step(self, predicted: float, load: int) -> None:
         """One step has passed; ``predicted`` is the advantage predicted at the load of now."""
         self._steps += 1
-        now = float(np.log(predicted)) + self._shortfall_at(load)
+        now = float(np.log(predicted)) + self._shortfall(load)
         self._smooth = now if self._smooth is None else self._smooth + FOLLOW * (now - self._smooth)
         self.advantage = float(np.exp(self._smooth))
         if self._steps < DWELL_STEPS or (self.open and self._records < DWELL_STEPS - SETTLING_STEPS):
@@ -262,11 +266,12 @@ class SpeculationGate:
         elif self.open and self._steps >= 8 * DWELL_STEPS:
             self._hold = 0
 
-    def _shortfall_at(self, load: int) -> float:
-        if not self._shortfall:
+    def _shortfall(self, load: int) -> float:
+        """Log of measured over predicted."""
+        if not self._earned:
             return 0.0
-        nearest = min(self._shortfall, key=lambda known: abs(known - load))
-        return self._shortfall[nearest] * 0.5 ** abs(nearest - load)
+        nearest = min(self._earned, key=lambda known: abs(known - load))
+        return float(np.log(self._earned[nearest] / self._owed[nearest])) * 0.5 ** abs(nearest - load)
 
     def _change(self) -> None:
         self.open, self._steps = not self.open, 0

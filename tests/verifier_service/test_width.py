@@ -21,7 +21,7 @@ def serve(gate: SpeculationGate, times: StepTimes, steps: int, tokens: float, sl
         times.observe(16, forward_s, LOAD)
         plain_s = times.plain(8, LOAD) * times.drift(16, forward_s, LOAD)
         step_s = (forward_s + OVERHEAD_S) / plain_s
-        gate.record(tokens / 8 / step_s, 1.2, step_s - tokens / 8, LOAD)
+        gate.record(tokens / 8, step_s, 1.2, LOAD)
         gate.step(1.2, LOAD)
         seen.append(gate.open)
     return seen
@@ -70,7 +70,7 @@ def test_what_trials_cost_is_a_small_share_of_the_time_however_bad_drafts_are(wo
     gate, lost, steps = SpeculationGate(), 0.0, 0
     for trial in range(6):
         while gate.open:
-            gate.record(worth, 1.2, 1 / worth - 1, LOAD)
+            gate.record(1.0, 1 / worth, 1.2, LOAD)
             gate.step(1.2, LOAD)
             lost += 1 / worth - 1
         before = steps
@@ -103,7 +103,7 @@ def test_a_prediction_that_swings_about_the_threshold_changes_nothing_within_the
     seen = []
     for k in range(1000):
         predicted = 1.3 if k // period % 2 else 0.75
-        gate.record(predicted, predicted, 1 / predicted - 1, LOAD)
+        gate.record(1.0, 1 / predicted, predicted, LOAD)
         gate.step(predicted, LOAD)
         seen.append(gate.open)
     changes = [k for k, (a, b) in enumerate(itertools.pairwise(seen)) if a != b]
@@ -118,7 +118,7 @@ def test_a_load_at_which_drafts_pay_switches_them_on_without_a_trial() -> None:
         outlook.observe([np.log([0.6, 0.4, 0.25])] * 8)
         outlook.observe_overhead(0.003)
         predicted = outlook.advantage(Situation(8, LOAD, 8), times)
-        gate.record(predicted, predicted, 1 / predicted - 1, LOAD)
+        gate.record(1.0, 1 / predicted, predicted, LOAD)
         gate.step(predicted, LOAD)
     assert not gate.open and predicted < 0.95
     steps = 0
@@ -128,7 +128,7 @@ def test_a_load_at_which_drafts_pay_switches_them_on_without_a_trial() -> None:
     assert steps <= 20
     while gate.open:
         predicted = outlook.advantage(Situation(8, LOAD, 8), times)
-        gate.record(predicted, predicted, 1 / predicted - 1, LOAD)
+        gate.record(1.0, 1 / predicted, predicted, LOAD)
         gate.step(predicted, LOAD)
         steps += 1
     assert steps <= 40
