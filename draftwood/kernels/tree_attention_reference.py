@@ -55,7 +55,7 @@ class ReferenceGroup:
     real: Tensor | None  # int64, places in `rows` that are no padding; None: all
     blocks: Tensor  # int64 [requests * kv_heads * pages], (page, head) blocks of the cache
     keys: int  # keys of the longest request
-    stale: Tensor | None  # bool [requests, 1, keys, 1], slots beyond the request's own keys; None: no such
+    stale: list[tuple[int, int]]  # requests of fewer keys than the longest, and how many keys they have
     mask: Tensor | None  # additive [requests, 1, group * n, keys]; None: every row sees every key
 
 
@@ -121,8 +121,9 @@ def _gather(cache: Tensor, group: ReferenceGroup, dtype: torch.dtype, scale: flo
     if narrow:
         picked = (picked.view(cache.dtype).float() * scale).to(dtype)
     picked = picked.view(group.requests, kv_heads, -1, head_dim)[:, :, : group.keys]
-    # What other sessions left in the last page may not be finite, and 0 * NaN is NaN.
-    return picked if group.stale is None else picked.masked_fill_(group.stale, 0)
+    for request, keys in group.stale:  # what other sessions left there may not be finite, and 0 * NaN is NaN
+        picked[request, :, keys:].zero_()
+    return picked
 
 
 def _explicit(
@@ -172,10 +173,7 @@ def _plan_group(
     # A shorter request has no such page: its first one stands in, and `stale` hides it.
     table = torch.where(torch.arange(table.shape[1], device=device) < held, table, table[:, :1])
     blocks = table.unsqueeze(1) * kv_heads + torch.arange(kv_heads, device=device).view(1, -1, 1)
-    stale = None
-    if min(lengths) < keys:
-        own = torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
-        stale = torch.arange(keys, device=device).view(1, 1, -1, 1) >= own
+    stale = [(k, length) for k, length in enumerate(lengths) if length < keys]
     visible = _visible(batch, members, rows, keys, page, window)
     mask = None
     if not bool(visible.all()):
