@@ -212,4 +212,6 @@ def make_drafter(settings: DraftSettings) -> Drafter:
     runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
     runtime.capture()
     vocabulary = TextCodec(tokenizer).vocabulary(runtime.vocab_size)
-    return LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
+    drafter = LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
+    drafter.warm_up()
+    return drafter

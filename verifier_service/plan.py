@@ -45,6 +45,12 @@ LEAST_WAIT_S = 0.01
 LONGEST_STEP_S = 2.0
 """A longer time between two steps was a pause, not a step."""
 
+HELD_UP = 8.0
+"""So was one that took so many times what steps with drafts usually take: a compilation, a busy machine."""
+
+LOOK_STEPS = 8
+"""Steps after which the advantage of drafts that are off is predicted anew, if nobody has come or gone."""
+
 FIRST_BUDGET = 16
 LEAST_BUDGET = 3
 
@@ -98,6 +104,7 @@ class Planner:
         self.last_step_s: float | None = None
         """When the last step ended; None: no session went on, or the time since is not the next step's."""
         self._expected = 0.0  # tokens of the step that runs
+        self._foreseen = (Situation(0, 0, 0), 1.0)  # the last situation, and the advantage predicted of it
         self._prefilling = 0  # sessions
         self._least_chunk = 0  # rows that are theirs in any case
 
@@ -298,22 +305,39 @@ class Planner:
         drafted = [part.session.has_drafted for part in parts if part.session.drafts]
         if not drafted:  # steps of sessions that have no drafts do not bring the next trial nearer
             return
-        others, load = self._prefilling, self._load
-        share = round(sum(self.share(part.session) for part in parts) / len(parts))
-        predicted = self.outlook.advantage(
-            Situation(self._decoding, load, share, others, self._least_chunk), self.times
-        )
+        situation = self._situation(parts)
+        if self.gate.open or situation != self._foreseen[0] or self._turn % LOOK_STEPS == 0:
+            self._foreseen = situation, self.outlook.advantage(situation, self.times)
+        predicted = self._foreseen[1]
         if all(drafted) and self.gate.open and seconds < LONGEST_STEP_S:
-            rows = sum(part.tree.size for part in parts)
-            plain_s = self.times.plain(self._decoding, load)
-            if rows > len(parts):
-                plain_s *= self.times.drift(rows, forward_s - prefill_s, load)
-                self.outlook.observe_tokens(tokens, self._expected)
-            self.outlook.observe_overhead(seconds - forward_s)
-            work, plain_work = self._expected * self.outlook.truth + others, self._decoding + others
-            earned, plain_s = work / plain_work, plain_s + prefill_s
-            self.gate.record(earned, seconds / plain_s, predicted, load)
-        self.gate.step(predicted, load)
+            self._record(parts, situation, predicted, tokens, seconds, forward_s, prefill_s)
+        self.gate.step(predicted, situation.load)
+
+    def _situation(self, parts: Sequence[Part]) -> Situation:
+        share = round(sum(self.share(part.session) for part in parts) / len(parts))
+        return Situation(self._decoding, self._load, share, self._prefilling, self._least_chunk)
+
+    def _record(
+        self,
+        parts: Sequence[Part],
+        at: Situation,
+        predicted: float,
+        tokens: int,
+        seconds: float,
+        forward_s: float,
+        prefill_s: float,
+    ) -> None:
+        """What a step with drafts was worth, for the gate."""
+        rows = sum(part.tree.size for part in parts)
+        plain_s = self.times.plain(at.sessions, at.load)
+        if rows > len(parts):
+            plain_s *= self.times.drift(rows, forward_s - prefill_s, at.load)
+            self.outlook.observe_tokens(tokens, self._expected)
+        self.outlook.observe_overhead(seconds - forward_s)
+        if seconds > HELD_UP * (forward_s + self.outlook.overhead_s):
+            return
+        work, plain_work = self._expected * self.outlook.truth + at.prefilling, at.sessions + at.prefilling
+        self.gate.record(work / plain_work, seconds / (plain_s + prefill_s), predicted, at.load)
 
     def paused(self) -> None:
         """The time until the next step is not that step's."""

@@ -11,8 +11,11 @@ admission argument of DSpark, carried over to trees). Survival falls along paths
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +41,15 @@ SMOOTH, FOLLOW = 0.1, 0.15
 PRIOR_TOKENS, TOKEN_STEPS = 64.0, 256
 """Tokens that are taken to have come as expected at first, and steps over which those written are counted."""
 
+PLAIN_STEPS, OVERHEAD_STEPS = 5, 15
+"""Last steps whose median is the time of plain decoding, and what drafts cost besides the forward: one step that was
+held up must not keep drafts off, as nothing is learnt while they are."""
+
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+
+
+Factor = TypeVar("Factor")
+Default = TypeVar("Default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ class StepTimes:
         self._rows = np.asarray(rows, np.float64)
         self._seconds = np.asarray(seconds, np.float64)
         self._factors: dict[int, float] = {}
-        self._plain_factors: dict[int, float] = {}
+        self._plain_factors: dict[int, deque[float]] = {}  # of the last plain steps; the median counts
         self._tree_factors: dict[int, tuple[float, int]] = {}  # slow mean over steps with nodes, and their number
 
     def observe(self, rows: int, seconds: float, load: int, weight: float = 0.1, *, plain: bool = False) -> None:
@@ -79,7 +90,7 @@ class StepTimes:
             return
         factor = seconds / float(self._measured(np.array([rows]))[0])
         if plain:
-            self._plain_factors[load] = _follow(self._plain_factors.get(load, factor), factor, 0.3, most=2)
+            self._plain_factors.setdefault(load, deque(maxlen=PLAIN_STEPS)).append(factor)
         else:
             mean, count = self._tree_factors.get(load, (factor, 0))
             self._tree_factors[load] = _follow(mean, factor, max(SLOW, 1 / (count + 1)), most=2), count + 1
@@ -96,7 +107,8 @@ class StepTimes:
 
     def plain(self, sessions: int, load: int) -> float:
         """Seconds of a step of plain decoding."""
-        factor = _nearest(self._plain_factors, load, _nearest(self._factors, load, 1.0))
+        seen = _nearest(self._plain_factors, load, None)
+        factor = median(seen) if seen else _nearest(self._factors, load, 1.0)
         return float(self._measured(np.array([sessions]))[0]) * factor
 
     def drift(self, rows: int, seconds: float, load: int) -> float:
@@ -116,8 +128,8 @@ class StepTimes:
         return out
 
 
-def _nearest(factors: dict[int, float], load: int, default: float) -> float:
-    """The factor of the load level, or of the one next to it that is known."""
+def _nearest(factors: dict[int, Factor], load: int, default: Default) -> Factor | Default:
+    """What is known of the load level, or of the one next to it of which something is."""
     return factors[min(factors, key=lambda known: abs(known - load))] if factors else default
 
 
@@ -160,7 +172,8 @@ class Outlook:
     """What drafts would be worth at any load: the advantage over plain decoding that T and the usual trees predict."""
 
     def __init__(self, most_nodes: int) -> None:
-        self.overhead_s = 0.0  # what a step with drafts costs besides the forward, mean of the last ones
+        self.overhead_s = 0.0  # what a step with drafts costs besides the forward, median of the last ones
+        self._overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
         self._written, self._expected = PRIOR_TOKENS, PRIOR_TOKENS  # tokens of the last few hundred steps with nodes
         self._gain = np.zeros(most_nodes + 1)  # by width: tokens that a session's nodes add to a step
         self._looks = 0
@@ -191,7 +204,8 @@ class Outlook:
         self._written, self._expected = self._written * keep + written, self._expected * keep + expected
 
     def observe_overhead(self, seconds: float) -> None:
-        self.overhead_s += SMOOTH * (max(0.0, seconds) - self.overhead_s)
+        self._overheads.append(max(0.0, seconds))
+        self.overhead_s = median(self._overheads)
 
     def advantage(self, at: Situation, times: StepTimes) -> float:
         """Work a second with drafts over that without, at the best width that the share allows (see ``admit``)."""

@@ -41,6 +41,8 @@ TOKENS = 96
 NEAR_TIE = 1e-4
 RULES = (SamplingParams(), SamplingParams(temperature=0.8, seed=1), SamplingParams(temperature=0.8, seed=2))
 CLIENTS = (1, 8, 32)
+IN_A_ROW = 4
+"""Prompts that each client sends, one after the other."""
 READY_S = 240.0
 VOCAB = 49152
 DEVICE = os.environ.get("DRAFTWOOD_BENCH_DEVICE", "cuda")
@@ -150,19 +152,29 @@ async def answer(client: DraftwoodClient, case: Case, *, speculate: bool) -> Ans
 
 async def at_once(client: DraftwoodClient, clients: int, *, speculate: bool) -> dict[str, float]:
     """Tokens/s of so many clients at once, greedy; and tokens a step."""
-    cases = [CASES[k % len(PROMPTS)] for k in range(clients)]
+
+    async def one(first: int) -> list[Answer]:
+        cases = [CASES[(first + k) % len(PROMPTS)] for k in range(IN_A_ROW)]
+        return [await answer(client, case, speculate=speculate) for case in cases]
+
     began = time.perf_counter()
-    answers = await asyncio.gather(*(answer(client, case, speculate=speculate) for case in cases))
+    answers = [a for some in await asyncio.gather(*(one(k) for k in range(clients))) for a in some]
     tokens = sum(len(a.tokens) for a in answers)
     return {"tokens_per_s": tokens / (time.perf_counter() - began), "accepted": tokens / sum(a.steps for a in answers)}
 
 
 async def measure(client: DraftwoodClient) -> dict[str, Any]:
-    """Speed with drafts and without, paired, by number of clients; medians of the pairs after the first two."""
+    """Speed with drafts and without, paired, by number of clients; medians of the pairs after the first two.
+
+    Every other pair begins without drafts, so that a drift of the machine cancels.
+    """
     out: dict[str, Any] = {}
     for clients in CLIENTS:
-        rounds = range(5 if clients > 1 else 8)
-        pairs = [[await at_once(client, clients, speculate=s) for s in (True, False)] for _ in rounds]
+        pairs = []
+        for k in range(8):
+            order = (True, False) if k % 2 == 0 else (False, True)
+            seen = {speculate: await at_once(client, clients, speculate=speculate) for speculate in order}
+            pairs.append((seen[True], seen[False]))
         ratios = [drafted["tokens_per_s"] / plain["tokens_per_s"] for drafted, plain in pairs[2:]]
         out[f"clients_{clients}"] = {
             "tokens_per_s": round(statistics.median(p[0]["tokens_per_s"] for p in pairs[2:]), 1),

@@ -40,6 +40,9 @@ MOST_TAIL_TOKENS = 256
 
 MOST_NODES = 4 * MOST_TAIL_TOKENS
 
+WARM_UP_LINK = -1
+"""Stands for the verifier of made-up sessions."""
+
 
 @dataclass(eq=False)
 class _Session:
@@ -137,6 +140,28 @@ class LmDrafter:
         self._token_count = len(vocabulary.tokens)
         self._noise = GumbelCache(self._token_count, runtime.device, 128)
         self._sessions: dict[Key, _Session] = {}
+
+    def warm_up(self, sessions: Sequence[int] = (1, 8)) -> None:
+        """Draws two rounds for so many made-up sessions: what is compiled or loaded at its first use is by then."""
+        size, depth = self._runtime.pool.page_tokens, self._settings.depth
+        tokens = tuple(range(min(size // 2, self._token_count)))
+        start = SessionStart(
+            0, tokens, SamplingParams(), self._settings.beam, self._token_count, MOST_NODES, depth + 1, 4 * size
+        )
+        for count in sessions:
+            keys = [(WARM_UP_LINK, k) for k in range(count)]
+            for key in keys:
+                self.open(key, start)
+            for epoch in (1, 2):
+                while any(not self._sessions[key].complete for key in keys):
+                    self.work()
+                for key in keys:
+                    session = self._sessions[key]
+                    taken = (*session.tree.token[1:2].tolist(), 0)
+                    length = len(session.tokens) + len(taken)
+                    self.commit(key, SessionCommitted(epoch, length, taken, self._settings.beam))
+            for key in keys:
+                self.close(key)
 
     # --- sessions ---
 

@@ -146,7 +146,7 @@ class ModelRuntime:
         return Chosen(computed.tokens[:wanted].cpu().numpy(), computed.logprob[:wanted], computed.logits[:wanted])
 
     def capture(self, vocab_size: int = 0, sizes: Iterable[tuple[int, int]] = COMMON) -> None:
-        """Captures graphs for forwards of (rows, requests) before they are wanted; without graphs it does nothing.
+        """Captures graphs for forwards of (rows, requests), and compiles ``move``, before they are wanted.
 
         ``vocab_size`` as for ``choose``; 0: for ``forward``. The forwards run on the scratch page.
         """
@@ -154,6 +154,7 @@ class ModelRuntime:
             ends = np.arange(requests + 1) * rows // requests
             parts = [self._dummy(int(n)) for n in np.diff(ends)]
             self._run(Ragged(parts, self.pool.page_tokens), [SamplingParams()] * requests, vocab_size)
+        self.move([([self.padding.page_id], [0], [0])])
 
     def _dummy(self, rows: int) -> Rows:
         at = np.arange(rows, dtype=np.int32)
@@ -192,7 +193,11 @@ class ModelRuntime:
             target.extend(pages[slot // page] * page + slot % page for slot in new)
             starts.append(len(source))
         if source:
-            # One buffer, one copy: sources and targets as int64, the starts as int32 behind them.
+            # One buffer, one copy: sources and targets as int64, the starts as int32 behind them. An even number of
+            # moves keeps all three at multiples of 16 bytes: the kernel is compiled for that once.
+            if len(source) % 2:
+                source.append(0)
+                target.append(0)
             count, start_ints = len(source), np.array(starts + [0] * (len(starts) % 2), np.int32)
             buffer = np.concatenate([np.array(source + target, np.int64), start_ints.view(np.int64)])
             moved = torch.from_numpy(buffer).to(self.device)

@@ -369,3 +369,20 @@ def test_context_limit_ends_the_drawing(runtime: ModelRuntime, oracle: Oracle) -
         verifier.commit([verifier.oracle.choice(verifier.tokens, GREEDY)])
     assert 0 < seen == verifier.seen
     drafter.close(KEY)
+
+
+@pytest.mark.parametrize("kv_pages", [1, 3, 64])
+def test_warming_up_leaves_no_trace(oracle: Oracle, kv_pages: int) -> None:
+    """Nor does it need more pages or context than there are."""
+    runtime = make_runtime(kv_pages)
+    drafter = make_drafter(runtime)
+    calls = []
+    runtime.move, move = lambda moves: (calls.append(len(moves)), move(moves))[1], runtime.move  # type: ignore[method-assign]
+    drafter.warm_up()
+    assert runtime.pool.free == runtime.pool.total and not drafter.wants_work()
+    assert calls or kv_pages < 64
+    verifier = Verifier(drafter, oracle, [3, 5, 7], GREEDY)
+    verifier.open()
+    work_until_done(drafter, [verifier])
+    assert verifier.seen > 0 and verifier.last_id == verifier.seen
+    drafter.close(KEY)

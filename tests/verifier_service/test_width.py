@@ -141,3 +141,49 @@ def test_times_of_a_load_level_never_seen_are_those_of_the_nearest() -> None:
     assert times.plain(16, 5) == pytest.approx(1.5)
     assert times.plain(1, 1) == pytest.approx(1.2)
     assert not times.knows_plain(5)
+
+
+def test_the_usual_time_of_plain_decoding_is_no_single_steps() -> None:
+    times = StepTimes([1, 16], [1.0, 1.0])
+    for seconds in (3.0, 1.1, 1.2, 9.0, 1.1):
+        times.observe(8, seconds, LOAD, plain=True)
+    assert times.plain(8, LOAD) == pytest.approx(1.2)
+
+
+def test_one_step_that_is_held_up_does_not_change_what_drafts_are_taken_to_cost() -> None:
+    outlook = Outlook(8)
+    for seconds in (0.4, *[0.006] * 5, 0.3, 0.006):
+        outlook.observe_overhead(seconds)
+    assert outlook.overhead_s == pytest.approx(0.006)
+
+
+def test_the_advantage_is_predicted_no_wider_than_the_share_of_a_session() -> None:
+    outlook, times = Outlook(8), StepTimes([1, 128], [0.01, 0.01])
+    outlook.observe([np.log([0.5, 0.4, 0.3, 0.2])])
+    expected = {0: 1.0, 1: 1.5, 2: 1.9, 4: 2.4, 8: 2.4}
+    for share, advantage in expected.items():
+        assert outlook.advantage(Situation(4, 3, share), times) == pytest.approx(advantage)
+
+
+def test_what_falls_short_at_one_load_says_little_of_another() -> None:
+    """Trees are worth less than predicted to one session, which asks for many nodes, and not to eight."""
+    gate = SpeculationGate()
+    for _ in range(40):
+        gate.record(1.0, 1.0, 1.6, 1)
+        gate.step(1.6, 1)
+        gate.record(1.0, 1 / 1.2, 1.2, LOAD)
+        gate.step(1.2, LOAD)
+    for load, advantage in ((1, 1.0), (LOAD, 1.2), (LOAD + 1, 1.2), (2, 1.6 / 1.6**0.5)):
+        for _ in range(60):
+            gate.step(1.6 if load < LOAD else 1.2, load)
+        assert gate.advantage == pytest.approx(advantage, rel=0.02), load
+
+
+def test_steps_of_few_sessions_between_those_of_all_are_weighed_by_their_time() -> None:
+    """Seven of eight write two tokens each, then the eighth alone: 15 tokens in two steps, not a mean of ratios."""
+    gate = SpeculationGate()
+    for k in range(400):
+        gate.record(*((14 / 8, 1.0) if k % 2 else (1 / 8, 0.5)), 1.2, LOAD)
+        gate.step(1.2, LOAD)
+    assert gate.open
+    assert gate.advantage == pytest.approx(15 / 8 / 1.5, rel=0.03)
