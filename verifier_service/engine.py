@@ -357,9 +357,9 @@ class Engine:
         name, finish = session.request.session_id, emission.finish
         out.emitted.append(Emitted(name, session.generated, tokens, accepted, logprobs, finish=finish, pieces=pieces))
         for draft in session.drafts.values():
-            late = draft.complete_epoch < session.tree.epoch and session.budget > 0
-            draft.misses += late
-            METRICS.late_rounds.inc(late)
+            if draft.complete_epoch < session.tree.epoch and session.budget > 0:
+                draft.misses += 1
+                METRICS.late_rounds.inc()
         if emission.finish:
             session.tokens.extend(tokens)
             self._end(session, emission.finish, out, emission.stop)
@@ -379,15 +379,16 @@ class Engine:
             session.stats.first_token_s = self.clock() - session.admitted_s
 
     def _commit(self, session: Session, part: Part, path: Sequence[int], tokens: tuple[int, ...], out: Outcome) -> None:
-        live_path = [int(part.kept[node]) for node in path]
-        session.tree.learn(part.kept, live_path)
-        guesses = part.kept[1:][part.tree.parent[1:] == 0].tolist()
-        ids: dict[int, tuple[int, ...]] = {}
-        for link in session.drafts:
-            known = session.tree.node_ids(link, [*live_path, *guesses])
-            ids[link] = known[: len(path)]
-            if any(known[len(path) :]):
-                self._watch(link, session, taken=any(ids[link][:1]))
+        ids: dict[int, tuple[int, ...]] = dict.fromkeys(session.drafts, ())
+        if part.tree.size > 1:
+            live_path = [int(part.kept[node]) for node in path]
+            session.tree.learn(part.kept, live_path)
+            guesses = part.kept[1:][part.tree.parent[1:] == 0].tolist()
+            for link in session.drafts:
+                known = session.tree.node_ids(link, [*live_path, *guesses])
+                ids[link] = known[: len(path)]
+                if any(known[len(path) :]):
+                    self._watch(link, session, taken=any(ids[link][:1]))
         session.tree.commit(tokens)
         if session.matcher:
             session.matcher.advance(tokens)

@@ -258,8 +258,13 @@ class Planner:
         return -np.inf
 
     def _baseline_is_due(self) -> bool:
-        """Now and then one step goes plain, so that what drafts are held against is known and current."""
+        """Now and then one step goes plain, so that what drafts are held against is known and current.
+
+        Not along with prefill: such a step would teach nothing of it.
+        """
         self._since_plain += 1
+        if self._prefilling:
+            return False
         often = self.gate.advantage < CLEAR_ADVANTAGE
         if self._since_plain > BASELINE_STEPS * (1 if often else 4) or not self.times.knows_plain(self._load):
             self._since_plain = 0
@@ -334,10 +339,12 @@ class Planner:
             plain_s *= self.times.drift(rows, forward_s - prefill_s, at.load)
             self.outlook.observe_tokens(tokens, self._expected)
         self.outlook.observe_overhead(seconds - forward_s)
-        if seconds > HELD_UP * (forward_s + self.outlook.overhead_s):
+        if seconds > HELD_UP * (forward_s + self.outlook.overhead_s) or self.reason == "baseline":
             return
+        # A step that is mostly prefill tells little: of the load, few decode yet, and drafts read the prompts as well.
         work, plain_work = self._expected * self.outlook.truth + at.prefilling, at.sessions + at.prefilling
-        self.gate.record(work / plain_work, seconds / (plain_s + prefill_s), predicted, at.load)
+        took = seconds / (plain_s + prefill_s)
+        self.gate.record(work / plain_work, took, predicted, at.load, weight=at.sessions / plain_work)
 
     def paused(self) -> None:
         """The time until the next step is not that step's."""

@@ -35,13 +35,19 @@ TRIAL_SHARE = 0.02
 SETTLING_STEPS = 3
 """Steps after switching on that do not count: drafts catch up, their scores are not calibrated."""
 
-SMOOTH, FOLLOW = 0.1, 0.15
-"""Weights of one step in the running means, and in the one that follows the load."""
+SMOOTH = 0.1
+"""Weight of one step in the running means."""
+
+FOLLOW, HESITATE, FOLLOW_STEPS = 0.15, 0.04, 20
+"""Weights of one step in the advantage: while drafts are on and for so many steps at a new load level, and else.
+
+Predictions for drafts that are off swing with every session that comes and goes, and nothing corrects them.
+"""
 
 PRIOR_TOKENS, TOKEN_STEPS = 64.0, 256
 """Tokens that are taken to have come as expected at first, and steps over which those written are counted."""
 
-PLAIN_STEPS, OVERHEAD_STEPS = 5, 15
+LEAST_PLAIN_STEPS, PLAIN_STEPS, OVERHEAD_STEPS = 3, 5, 15
 """Last steps whose median is the time of plain decoding, and what drafts cost besides the forward: one step that was
 held up must not keep drafts off, as nothing is learnt while they are."""
 
@@ -102,8 +108,8 @@ class StepTimes:
         return self._measured(rows) * _nearest(self._factors, load, 1.0)
 
     def knows_plain(self, load: int) -> bool:
-        """Whether a plain step has been seen at this load level."""
-        return load in self._plain_factors
+        """Whether enough plain steps have been seen at this load level."""
+        return len(self._plain_factors.get(load, ())) >= LEAST_PLAIN_STEPS
 
     def plain(self, sessions: int, load: int) -> float:
         """Seconds of a step of plain decoding."""
@@ -241,14 +247,17 @@ class SpeculationGate:
     _lost: float = 0.0  # since then, in plain steps: time that drafts have cost more than they have earned
     _earned: dict[int, float] = field(default_factory=dict)  # by load level, means: work of a step with drafts
     _owed: dict[int, float] = field(default_factory=dict)  # and what had been predicted of a step that takes as long
-    _seen: dict[int, int] = field(default_factory=dict)  # by load level: records since it was opened
+    _seen: dict[int, float] = field(default_factory=dict)  # by load level: weight of the records since it was opened
     _smooth: float | None = None  # log advantage
+    _load: int = 0
+    _load_steps: int = 0  # at this load level
 
-    def record(self, earned: float, took: float, predicted: float, load: int) -> None:
+    def record(self, earned: float, took: float, predicted: float, load: int, weight: float = 1.0) -> None:
         """A step with drafts: its work and its time, each as a multiple of a plain step's, and the advantage predicted.
 
         Means of work and time are held against each other and not the mean of their ratios, as steps in which few
-        of the sessions are ready alternate with those of all others.
+        of the sessions are ready alternate with those of all others. ``weight``, at most 1, is how much the step
+        tells of its load.
         """
         if self.open:
             self._lost += took - earned
@@ -256,16 +265,18 @@ class SpeculationGate:
             self._settling = max(0, self._settling - 1)
             return
         self._records += 1
-        self._seen[load] = seen = self._seen.get(load, 0) + 1
+        self._seen[load] = seen = self._seen.get(load, 0.0) + weight
         for means, value in ((self._earned, earned), (self._owed, predicted * took)):
             mean = means.get(load, value)
-            means[load] = mean + max(SMOOTH, 1 / seen) * (value - mean)
+            means[load] = mean + weight * max(SMOOTH, 1 / seen) * (value - mean)
 
     def step(self, predicted: float, load: int) -> None:
         """One step has passed; ``predicted`` is the advantage predicted at the load of now."""
         self._steps += 1
         now = float(np.log(predicted)) + self._shortfall(load)
-        self._smooth = now if self._smooth is None else self._smooth + FOLLOW * (now - self._smooth)
+        self._load, self._load_steps = load, self._load_steps + 1 if load == self._load else 0
+        weight = FOLLOW if self.open or self._load_steps < FOLLOW_STEPS else HESITATE
+        self._smooth = now if self._smooth is None else self._smooth + weight * (now - self._smooth)
         self.advantage = float(np.exp(self._smooth))
         if self._steps < DWELL_STEPS or (self.open and self._records < DWELL_STEPS - SETTLING_STEPS):
             return

@@ -9,7 +9,7 @@ from planning import decoding, make_planner, make_session, step
 
 from verifier_service.queue import PATIENCE_S, AdmissionQueue
 from verifier_service.session import GenerateRequest
-from verifier_service.width import Policy, StepTimes
+from verifier_service.width import LEAST_PLAIN_STEPS, Policy, StepTimes
 
 FLAT = StepTimes([1, 512], [1.0, 1.001])
 
@@ -25,7 +25,8 @@ def test_more_sessions_than_rows_step_in_turn(sessions: int) -> None:
 @pytest.mark.parametrize("width", ["full", "adaptive"])
 def test_scarce_rows_give_every_session_its_share_of_nodes(width: str) -> None:
     planner = make_planner(FLAT, max_step_tokens=16, width=width)
-    planner.times.observe(6, 1.0, (6).bit_length(), plain=True)
+    for _ in range(LEAST_PLAIN_STEPS):
+        planner.times.observe(6, 1.0, (6).bit_length(), plain=True)
     running = [decoding(f"s{k}", nodes=8) for k in range(6)]
     nodes: Counter[str] = Counter()
     steps = 24

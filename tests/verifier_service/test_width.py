@@ -140,7 +140,10 @@ def test_times_of_a_load_level_never_seen_are_those_of_the_nearest() -> None:
     times.observe(2, 1.2, 2, plain=True)
     assert times.plain(16, 5) == pytest.approx(1.5)
     assert times.plain(1, 1) == pytest.approx(1.2)
-    assert not times.knows_plain(5)
+    assert not times.knows_plain(5) and not times.knows_plain(4)
+    for _ in range(2):
+        times.observe(8, 1.5, 4, plain=True)
+    assert times.knows_plain(4)
 
 
 def test_the_usual_time_of_plain_decoding_is_no_single_steps() -> None:
