@@ -14,7 +14,7 @@ tokens: columns from there on are padding and never looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -200,16 +200,25 @@ def draft_children(
     branch: int,
     *,
     vocab_size: int | None = None,
+    first: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A draft's children of each row of logits [rows, vocab]: tokens int64, scores float32, both [rows, branch].
 
     Best first, lowest id on ties. The score is the draft's estimate of log P(the target picks the token): log q under
     the greedy rule, else the log-softmax of log q + g, q at the request's temperature. A score is finite and <= 0.
     Where there is no child (rows with NaN or without a finite maximum, fewer possible tokens than ``branch``) the token
-    is -1 and the score float32's lowest value.
+    is -1 and the score float32's lowest value. ``first`` picks them from what the rule takes the argmax of; it is
+    ``first_children`` if left out, and may be a kernel.
     """
     plain = SamplingParams(params.temperature, seed=params.seed)
-    rows = _whole_blocks(_perturbed(logits[:, :vocab_size].float(), plain, positions, noise), branch)
+    own = logits[:, :vocab_size]
+    rows = own if params.greedy else _perturbed(own.float(), plain, positions, noise)
+    return (first or first_children)(rows, branch)
+
+
+def first_children(logits: Tensor, branch: int) -> tuple[Tensor, Tensor]:
+    """The ``branch`` likeliest tokens of each row, and their log-probabilities, as ``draft_children`` returns them."""
+    rows = _whole_blocks(logits.float(), branch)
     tokens = _top(rows, branch)
     scores = F.log_softmax(rows, dim=-1).gather(1, tokens).clamp_(max=0.0)
     missing = ~scores.isfinite()

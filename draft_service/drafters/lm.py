@@ -22,10 +22,11 @@ from draftwood import tree as tt
 from draftwood.acceptance import Rule, sample_children, sibling_score
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted
+from draftwood.kernels.children import top_children_triton
 from draftwood.noise import GumbelCache
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams, draft_children
+from draftwood.sampling import SamplingParams, draft_children, first_children
 from draftwood.tree import Proposal, TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
@@ -139,6 +140,7 @@ class LmDrafter:
         self._settings = settings
         self._token_count = len(vocabulary.tokens)
         self._noise = GumbelCache(self._token_count, runtime.device, 128)
+        self._first_children = top_children_triton if runtime.device.type == "cuda" else first_children
         self._sessions: dict[Key, _Session] = {}
 
     def warm_up(self, sessions: Sequence[int] = (1, 8)) -> None:
@@ -305,7 +307,10 @@ class LmDrafter:
             rows = logits if len(members) == len(jobs) else torch.cat([pieces[k] for k in members])
             positions = [int(d) + len(jobs[k].tokens) for k in members for d in jobs[k].depth[parents[k]]]
             if positions:
-                found = draft_children(rows, rule, positions, self._noise, self._settings.branch, vocab_size=size)
+                found = draft_children(
+                    rows, rule, positions, self._noise, self._settings.branch,
+                    vocab_size=size, first=self._first_children,
+                )  # fmt: skip
                 ends = np.cumsum([len(parents[k]) for k in members])[:-1]
                 tokens, scores = (np.split(column.cpu().numpy(), ends) for column in found)
                 for k, token, score in zip(members, tokens, scores, strict=True):
