@@ -27,7 +27,7 @@ def check(logits: torch.Tensor, branch: int) -> None:
         tokens, scores = (t.cpu() for t in top(logits.to(DEVICE), branch))
         assert (tokens.dtype, scores.dtype) == (torch.int64, torch.float32)
         assert torch.equal(tokens, want[0]), top.__name__
-        torch.testing.assert_close(scores, want[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scores, want[1], rtol=1e-5, atol=1e-4)  # of 150,000 summands
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 64, 4095, 4096, 4097, 9000])
