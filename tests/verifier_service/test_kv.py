@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lm_draft import LmDraft, lm_drafter
 from scripted import VOCAB as MODEL_VOCAB
 from scripted import ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 from table_runtime import CANARY, TableRuntime, oracle, table_engine
@@ -438,18 +439,78 @@ def test_bug_3_nan_in_all_pages_of_others_and_in_reused_ones_changes_nothing(sha
     assert engine.totals.preemptions > 0
 
 
+@pytest.mark.parametrize("rule", [GREEDY, SamplingParams(temperature=0.9, seed=2**63 + 1)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("neighbours", [1, 7, 31])
+def test_bug_3_neighbours_that_come_and_go_and_whose_caches_go_bad_change_no_token(
+    neighbours: int, rule: SamplingParams
+) -> None:
+    """One text beside up to 31 others that join, leave, and are poisoned with NaN at random steps; half of them share
+    its first page. Whoever is poisoned ends with NAN_LOGITS, and nobody else notices."""
+    model, rnd = tiny_model("mistral"), random.Random(neighbours)
+    common = [rnd.randrange(MODEL_VOCAB) for _ in range(PAGE)]
+    prompts = [
+        (common if k % 2 else []) + [rnd.randrange(MODEL_VOCAB) for _ in range(37 - PAGE * (k % 2))] for k in range(9)
+    ]
+    rules = [GREEDY if k % 3 else SamplingParams(temperature=0.7, seed=k) for k in range(8)] + [rule]
+    prompts[8] = common + prompts[8][PAGE:]
+    texts = plain_decode(model, prompts, 150, rules)
+    alone = make_engine(model)
+    assert run(alone, [request("s", prompts[8], 150, rule)], [], 1) == {"s": texts[8]}
+    engine = small_engine(model, 220, max_nodes=6)
+    draft = ScriptedDraft(random.Random(2), {"s": prompts[8] + texts[8]})
+    engine.open_link(0, "scripted")
+    engine.submit(request("s", prompts[8], 150, rule))
+    draft.join(engine, "s", 1)
+    got: dict[str, T] = {"s": []}
+    poisoned, failed, most, joined = set[str](), set[str](), 0, 1
+    while "s" in engine.sessions:
+        others = [name for name in engine.sessions if name != "s"]
+        while len(others) < neighbours and rnd.random() < 0.8:
+            k, joined = rnd.randrange(8), joined + 1
+            name = f"n{joined}"
+            got[name], draft.truth[name] = [], prompts[k] + texts[k]
+            engine.submit(request(name, prompts[k], rnd.randint(1, 60), rules[k]))
+            if name in engine.sessions:
+                draft.join(engine, name, joined)
+            others.append(name)
+        if others and rnd.random() < 0.3:
+            engine.cancel(rnd.choice(others))
+        running = [s for s in engine.running if s.request.session_id != "s" and s.decoding]
+        if running and rnd.random() < 0.4:
+            sick = rnd.choice(running)
+            pages = [page for page in sick.pages if engine.runtime.pool.is_private(page)]
+            engine.runtime.cache[:, :, pages] = torch.nan
+            poisoned.add(sick.request.session_id)
+        most = max(most, len(engine.sessions) - 1)
+        outcome = engine.step()
+        for e in outcome.emitted:
+            got[e.session_id] += e.tokens
+        for name, error in outcome.failed:
+            assert error.reason == "NAN_LOGITS" and name in poisoned
+            failed.add(name)
+        draft.hear(engine, outcome)
+    assert got["s"] == texts[8]
+    for name, tokens in got.items():
+        text = draft.truth[name]
+        assert text[len(text) - 150 :][: len(tokens)] == tokens, name
+    assert most == neighbours and len(failed) >= min(5, neighbours) and engine.totals.accepted > 50
+    for name in list(engine.sessions):
+        engine.cancel(name)
+    assert engine.audit() == [] and engine.runtime.pool.held == 0
+
+
 CHUNK = 40
 
 
 @pytest.mark.parametrize("length", [1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1])
 def test_bug_12_first_steps_at_every_edge_of_page_and_chunk(length: int) -> None:
-    """An always right draft, first without and then with cached pages: all that it guesses is accepted."""
+    """An always right draft for ten steps, first without and then with cached pages: all its guesses are accepted."""
     model = tiny_model("qwen3")
     prompt = [(3 * k + k * k) % MODEL_VOCAB for k in range(length)]
-    want = plain_decode(model, [prompt], 24, [GREEDY])[0]
+    want = plain_decode(model, [prompt], 41, [GREEDY])[0]
     engine = make_engine(model, max_step_tokens=CHUNK)
     for name, cached in (("cold", 0), ("warm", (length - 1) // PAGE * PAGE)):
-        engine.submit(request(name, prompt, 24, GREEDY))
+        engine.submit(request(name, prompt, 41, GREEDY))
         assert engine.sessions[name].cached == cached
         engine.open_link(0, "right")
         draft = RightDraft({name: prompt + want}, 3)
@@ -459,7 +520,7 @@ def test_bug_12_first_steps_at_every_edge_of_page_and_chunk(length: int) -> None
             before, decoding = session.cached, session.decoding
             outcome = engine.step()
             for e in outcome.emitted:
-                assert len(e.tokens) == (min(4, 24 - len(got)) if decoding else 1)
+                assert len(e.tokens) == (min(4, 41 - len(got)) if decoding else 1)
                 got += e.tokens
             if session.running:
                 took = CHUNK if not outcome.emitted else len(outcome.emitted[0].tokens)
@@ -469,6 +530,45 @@ def test_bug_12_first_steps_at_every_edge_of_page_and_chunk(length: int) -> None
         assert got == want
         engine.close_link(0)
     assert engine.audit() == []
+
+
+@pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("rule", [GREEDY, SamplingParams(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+def test_bug_12_a_draft_that_is_the_target_is_taken_whole_every_time(length: int, rule: SamplingParams) -> None:
+    """The real drafter with the target's weights, drawing chains: its cache lacks the last guess and the bonus token
+    after every step, and all that it draws is accepted for more than ten steps."""
+    model = tiny_model("qwen3")
+    prompt = [(3 * k + k * k) % MODEL_VOCAB for k in range(length)]
+    want = plain_decode(model, [prompt], 61, [rule])[0]
+    engine = make_engine(model, max_step_tokens=CHUNK)
+    runtime = ModelRuntime(tiny_model("qwen3"), kv_pages=32, page_tokens=PAGE)
+    settings: dict[str, Any] = {"depth": 3, "beam": 1, "branch": 1, "min_level_survival": 0, "nodes_per_level": 0}
+    drafter = lm_drafter(runtime, max_step_tokens=CHUNK, lookahead_levels=0, **settings)
+    draft, caught_up = LmDraft(drafter), list[int]()
+    forward = runtime.forward
+
+    def noting(parts: Any) -> torch.Tensor:
+        session = drafter._sessions[0, 1]
+        caught_up.extend([session.pending] if session.pending else [])
+        return forward(parts)
+
+    runtime.forward = noting  # type: ignore[method-assign]
+    engine.open_link(0, "itself")
+    engine.submit(request("s", prompt, 61, rule))
+    draft.join(engine, "s", 1)
+    session, got, runs = engine.sessions["s"], list[int](), list[int]()
+    while engine.sessions:
+        draft.work(engine)
+        decoding = session.decoding
+        outcome = engine.step()
+        draft.hear(engine, outcome)
+        for e in outcome.emitted:
+            got += e.tokens
+            runs += [len(e.tokens)] if decoding else []
+        assert session.stats.accepted == session.stats.verified == len(got) - session.stats.steps
+    assert got == want
+    assert len(runs) > 11 and min(runs[:-1]) >= 5, "every step takes the whole chain and the bonus token"
+    assert caught_up[-10:] == [2] * 10, "the last guess and the bonus token"
 
 
 def test_bug_21_pages_of_a_cancelled_session_wait_for_no_draft() -> None:

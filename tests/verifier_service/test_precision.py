@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lm_draft import LmDraft, lm_drafter
 from pydantic import ValidationError
 from scripted import VOCAB, make_engine, request, tiny_model
 from torch import Tensor
 
-from draft_service.drafter import SessionCommitted, SessionStart
-from draft_service.drafters.lm import LmDrafter
 from draftwood.config import DraftSettings, VerifierSettings
 from draftwood.kernels.fused import Heads, rotate_and_write
 from draftwood.kernels.tree_attention import AttentionBatch, tree_attention
@@ -24,7 +23,6 @@ from draftwood.runtime.batch import Rows
 from draftwood.runtime.decoder import FusedDecoder
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, margins
-from draftwood.vocabulary import Vocabulary
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
 from verifier_service.width import StepTimes
@@ -64,8 +62,8 @@ class Chain:
     length: int
     next_id: int = 1
 
-    def join(self, engine: Engine) -> None:
-        start = engine.join(0, 1, "s", b"t")
+    def join(self, engine: Engine, name: str, handle: int) -> None:
+        start = engine.join(0, handle, name, b"t")
         self.draw(engine, start.epoch, len(start.tokens))
 
     def hear(self, engine: Engine, outcome: Outcome) -> None:
@@ -90,7 +88,7 @@ def written(engine: Engine, rule: SamplingParams, tokens: int, draft: Chain | Lm
     engine.open_link(0, "draft")
     engine.submit(request("s", PROMPT, tokens, rule, max_nodes=63))
     if draft:
-        draft.join(engine)
+        draft.join(engine, "s", 1)
     while engine.sessions:
         if draft:
             draft.work(engine)
@@ -130,9 +128,7 @@ def test_bug_2_the_rows_of_a_forward_change_logits_by_no_more_than_is_stated(sha
 @pytest.mark.parametrize("rule", RULES, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", SHARE, ids=str)
 @pytest.mark.parametrize("shape", ["llama", "mistral"])
-def test_bug_2_texts_of_any_width_part_at_near_ties_alone(
-    shape: str, dtype: torch.dtype, rule: SamplingParams
-) -> None:
+def test_bug_2_texts_of_any_width_part_at_near_ties_alone(shape: str, dtype: torch.dtype, rule: SamplingParams) -> None:
     """Steps of 1, 2, 5, 17 and 64 rows. In float64, the reference setting, no token may differ."""
     plain = written(make_engine(tiny_model(shape, dtype)), rule, TOKENS)
     for width in WIDTHS[1:]:
@@ -193,34 +189,6 @@ def typed_engine(kind: str) -> Engine:
     return Engine(typed(kind), settings, token_count=VOCAB, times=times, clock=lambda: 0.0)
 
 
-@dataclass
-class LmDraft:
-    """The real drafter on one link of the engine."""
-
-    runtime: ModelRuntime
-    sampling: SamplingParams
-    drafter: LmDrafter = field(init=False)
-
-    def __post_init__(self) -> None:
-        settings = DraftSettings(page_tokens=16, depth=4, branch=2, lookahead_levels=1)
-        vocabulary = Vocabulary(tuple(map(str, range(VOCAB))), frozenset(), VOCAB)
-        self.drafter = LmDrafter(self.runtime, settings, "tiny", vocabulary)
-
-    def join(self, engine: Engine) -> None:
-        start = engine.join(0, 1, "s", b"t")
-        told = SessionStart(start.epoch, start.tokens, self.sampling, start.budget, VOCAB, 255, 32, 512)
-        self.drafter.open((0, 1), told)
-
-    def work(self, engine: Engine) -> None:
-        while self.drafter.wants_work():
-            for (link, handle), g in self.drafter.work():
-                engine.grow(link, handle, Nodes(g.epoch, g.first_id, g.parent, g.token, g.score), complete=g.complete)
-
-    def hear(self, engine: Engine, outcome: Outcome) -> None:
-        for c in outcome.commits.get(0, []):
-            self.drafter.commit((0, 1), SessionCommitted(c.epoch, c.length, c.tokens, c.budget))
-
-
 @cache
 def plain_text(kind: str, rule: SamplingParams) -> list[int]:
     return written(typed_engine(kind), rule, 96)
@@ -239,11 +207,11 @@ def test_bug_11_each_model_has_its_own_cache_type_and_the_text_is_that_of_the_ta
 ) -> None:
     """Eight bits beside full precision and the other way round: the text is plain decoding's over the same cache, and
     guesses are still taken."""
-    engine, drafter = typed_engine(target), LmDraft(typed(draft, draft=True), rule)
-    for runtime, kind in ((engine.runtime, target), (drafter.runtime, draft)):
+    engine, drafts = typed_engine(target), typed(draft, draft=True)
+    for runtime, kind in ((engine.runtime, target), (drafts, draft)):
         assert str(runtime.cache.dtype) == str(runtime.dtype) == f"torch.{kind.replace('narrow', 'float64')}"
     plain = plain_text(target, rule)
-    got = written(engine, rule, 96, drafter)
+    got = written(engine, rule, 96, LmDraft(lm_drafter(drafts, depth=4, branch=2, lookahead_levels=1)))
     at = parts_at(plain, got)
     if at is not None:
         gap, most = margin_at(typed(target), [*PROMPT, *plain[:at]], rule)
