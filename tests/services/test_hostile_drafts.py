@@ -383,9 +383,7 @@ async def test_bug_34_pairs_of_vocabularies(stack: Stack, pair: str) -> None:
     whole = copy.deepcopy(model)
     model.resize_token_embeddings(len(cluster.verifier.loaded.vocabulary.tokens))  # without the rows of padding
     want = model.generate(torch.tensor([ids]), max_new_tokens=48, do_sample=False, eos_token_id=None)
-    assert target != "padded_target" or (whole(want).logits.argmax(dim=-1) >= SIZE).any(), (
-        "padding is quiet"
-    )
+    assert target != "padded_target" or (whole(want).logits.argmax(dim=-1) >= SIZE).any(), "padding is quiet"
     greedy = await cluster.speculative("The sky is", max_tokens=48, ignore_eos=True)
     assert greedy.tokens == want[0, len(ids) :].tolist()
     sampled = await cluster.speculative("The sky is", max_tokens=48, **SAMPLED)
