@@ -18,6 +18,7 @@ from draftwood.client import Message
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, Internal, ResourceExhausted
 from draftwood.rpc.status import from_rpc_error
+from draftwood.telemetry import METRICS
 from draftwood.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2
 from tests.services.stack import (
     EXACT,
@@ -336,7 +337,9 @@ async def test_text_to_the_end_of_the_context(stack: Stack) -> None:
 
 @pytest.mark.parametrize("rule", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_nan_in_one_session_s_cache_ends_that_session_alone(stack: Stack, rule: dict[str, Any]) -> None:
-    """Bug kinds 3 and 35; whoever gets the poisoned pages next must not notice either."""
+    """Bug kinds 3 and 35: told and counted; whoever gets the poisoned pages next must not notice either."""
+    counter = METRICS.rpc["draftwood.v1.VerifierService/Generate", "INTERNAL"]._value
+    counted = counter.get()
     cluster = await stack.cluster(kv_pages=40)
     slow_down(cluster.verifier, 0.003)
     want = await cluster.plain("one two", max_tokens=100, **rule)
@@ -354,6 +357,7 @@ async def test_nan_in_one_session_s_cache_ends_that_session_alone(stack: Stack, 
     refusal = await refused(call)
     assert (refusal.said.status, refusal.said.reason) == ("INTERNAL", "NAN_LOGITS")
     assert refusal.status.reason == "NAN_LOGITS"
+    assert counter.get() == counted + 1
     for other in others:
         assert (await other).tokens == want
     after = await asyncio.gather(*(cluster.speculative("one two", max_tokens=100, **rule) for _ in range(4)))
