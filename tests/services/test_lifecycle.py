@@ -338,9 +338,9 @@ async def test_text_to_the_end_of_the_context(stack: Stack) -> None:
 @pytest.mark.parametrize("rule", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_nan_in_one_session_s_cache_ends_that_session_alone(stack: Stack, rule: dict[str, Any]) -> None:
     """Bug kinds 3 and 35: told and counted; whoever gets the poisoned pages next must not notice either."""
+    cluster = await stack.cluster(kv_pages=40)
     counter = METRICS.rpc["draftwood.v1.VerifierService/Generate", "INTERNAL"]._value
     counted = counter.get()
-    cluster = await stack.cluster(kv_pages=40)
     slow_down(cluster.verifier, 0.003)
     want = await cluster.plain("one two", max_tokens=100, **rule)
     others = [asyncio.create_task(cluster.speculative("one two", max_tokens=100, **rule)) for _ in range(2)]
