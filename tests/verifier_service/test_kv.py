@@ -19,7 +19,7 @@ from scripted import VOCAB as MODEL_VOCAB
 from scripted import ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 from table_runtime import CANARY, TableRuntime, oracle, table_engine
 
-from draftwood.acceptance import FinishReason
+from draftwood.acceptance import Ending, FinishReason
 from draftwood.errors import ResourceExhausted
 from draftwood.runtime.model import ModelRuntime
 from draftwood.runtime.worker import Worker
@@ -569,6 +569,34 @@ def test_bug_12_a_draft_that_is_the_target_is_taken_whole_every_time(length: int
     assert got == want
     assert len(runs) > 11 and min(runs[:-1]) >= 5, "every step takes the whole chain and the bonus token"
     assert caught_up[-10:] == [2] * 10, "the last guess and the bonus token"
+
+
+@pytest.mark.parametrize("before", [2, 12, 13, 14, 15])
+@pytest.mark.parametrize("place", range(5))
+def test_bug_13_an_end_token_inside_an_accepted_run_ends_text_usage_and_cache(place: int, before: int) -> None:
+    """Each token of a run of five as the end token, the run lying anywhere about a page's edge: the text ends with it,
+    the draft is told once and hears of no commit of the step, and the cache has nothing of the guesses behind it."""
+    prompt = next(p for k in range(13) if len(set(oracle(p := [k] * before, 6))) == 6)
+    answer = oracle(prompt, 12)
+    engine = table_engine(64)
+    draft = RightDraft({"a": prompt + answer}, 4)
+    engine.open_link(0, "right")
+    engine.submit(request("a", prompt, 12, GREEDY, ending=Ending(frozenset({answer[1 + place]}), 12)))
+    draft.join(engine, "a", 1)
+    outcome = engine.step()
+    assert [e.tokens for e in outcome.emitted] == [(answer[0],)]
+    draft.hear(engine, outcome)
+    pages = list(engine.sessions["a"].pages)
+    outcome = engine.step()
+    assert [(e.tokens, e.accepted) for e in outcome.emitted] == [(tuple(answer[1 : 2 + place]), min(place + 1, 4))]
+    (ended,) = outcome.ended
+    assert (ended.reason, ended.completion_tokens, ended.stop) == (FinishReason.STOP, 2 + place, answer[1 + place])
+    assert outcome.stops == {0: [1]} and not outcome.commits
+    pool, text = engine.runtime.pool, [*prompt, *answer[: 2 + place]]
+    assert pool.held == 0 and pool.cached <= len(text) // PAGE and len(pages) <= 2
+    assert engine.due() is None and engine.audit() == []
+    turn = [*text, *[(token + 1) % 13 for token in answer[2 + place :]]]
+    assert run(engine, [request("b", turn, 20, GREEDY)], [], 1) == {"b": oracle(turn, 20)}
 
 
 def test_bug_21_pages_of_a_cancelled_session_wait_for_no_draft() -> None:
