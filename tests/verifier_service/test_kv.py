@@ -28,7 +28,7 @@ from draftwood.telemetry import METRICS
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
 from verifier_service.session import Session
-from verifier_service.width import StepTimes
+from verifier_service.width import Policy, StepTimes
 
 GREEDY = SamplingParams()
 PAGE = 16
@@ -757,6 +757,84 @@ def test_bug_23_no_placeholder_reaches_the_model_when_a_session_is_resumed() -> 
     waves = [[request(name, p, 60, GREEDY)] for name, p in prompts.items()]
     got = serve(engine, ScriptedDraft(random.Random(1), truth), waves, 400)
     assert got == {name: text[30:] for name, text in truth.items()} and engine.totals.preemptions > 0
+
+
+@pytest.mark.parametrize("share", [0, 1, 3, 12])
+def test_bug_37_pages_for_nodes_follow_the_width(share: int) -> None:
+    """Room is held for as many nodes as the policy lets a step verify, not for as many as it might: none at width 0."""
+    engine = table_engine(16, max_nodes=12)
+    engine.set_policy(Policy(max_session_nodes=share))
+    prompt = [2] * 20
+    answer = oracle(prompt, 60)
+    draft = RightDraft({"a": prompt + answer}, 12)
+    engine.open_link(0, "right")
+    engine.submit(request("a", prompt, 60, GREEDY))
+    draft.join(engine, "a", 1)
+    session, forward, widest = engine.sessions["a"], engine.runtime.forward, 0
+
+    def checking(parts: Any) -> torch.Tensor:
+        nonlocal widest
+        (part,) = parts
+        widest = max(widest, len(part.token) - 1 if part.logits_from == 0 else 0)
+        assert len(session.pages) <= engine.runtime.pool.pages_for(len(session.tokens) + share)
+        return forward(parts)
+
+    engine.runtime.forward = checking  # type: ignore[method-assign]
+    while engine.sessions:
+        outcome = engine.step()
+        for commit in outcome.commits.get(0, []):  # it draws whatever it is asked for
+            draft.draw(engine, commit.handle, commit.epoch, commit.length)
+    assert session.tokens == prompt + answer and widest == share
+
+
+def test_bug_37_a_draft_catches_up_before_it_draws_again() -> None:
+    """The real drafter with the target's weights. While no nodes are wanted it hears and computes nothing; woken, it
+    computes all that was written meanwhile, and what it then draws is right from the first node on."""
+    model, prompt = tiny_model("qwen3"), [3, 1, 4, 1, 5]
+    want = plain_decode(model, [prompt], 120, [GREEDY])[0]
+    engine, runtime = make_engine(model), ModelRuntime(tiny_model("qwen3"), kv_pages=32, page_tokens=PAGE)
+    settings: dict[str, Any] = {"depth": 3, "beam": 1, "branch": 1, "min_level_survival": 0, "nodes_per_level": 0}
+    draft = LmDraft(lm_drafter(runtime, **settings))
+    engine.open_link(0, "itself")
+    engine.submit(request("s", prompt, 120, GREEDY))
+    draft.join(engine, "s", 1)
+    session, got = engine.sessions["s"], list[int]()
+    forward, computed = runtime.forward, list[int]()
+
+    def counting(parts: Any) -> torch.Tensor:
+        computed.append(sum(len(part.token) for part in parts))
+        return forward(parts)
+
+    runtime.forward = counting  # type: ignore[method-assign]
+
+    def serve_until(tokens: int) -> None:
+        while engine.sessions and len(got) < tokens:
+            draft.work(engine)
+            outcome = engine.step()
+            assert not outcome.failed
+            got.extend(token for e in outcome.emitted for token in e.tokens)
+            draft.hear(engine, outcome)
+
+    for asleep_at, awake_at in ((20, 45), (60, 90)):
+        serve_until(asleep_at)
+        assert session.stats.accepted == session.stats.verified > 0
+        engine.set_policy(Policy(max_session_nodes=0))
+        serve_until(len(got) + 2)  # the draft hears of it with the next commit
+        before, verified = len(computed), session.stats.verified
+        known = session.drafts[0].known
+        serve_until(awake_at)
+        assert len(computed) == before and session.stats.verified == verified
+        assert session.drafts[0].asleep and session.drafts[0].known == known < len(session.tokens) - 10
+        engine.set_policy(Policy())
+        serve_until(len(got) + 1)
+        missed = draft.drafter._sessions[0, 1].pending  # less than it was told of: the tree it had may reach into that
+        assert 15 < missed <= session.drafts[0].known - known + 1
+        assert len(computed) == before and session.drafts[0].known == len(session.tokens)
+        draft.work(engine)
+        assert computed[before] == missed, "first of all what it has missed, then one node a level"
+        assert set(computed[before + 1 :]) == {1}
+    serve_until(120)
+    assert got == want and session.stats.accepted == session.stats.verified > 30
 
 
 # --- audit
