@@ -498,6 +498,7 @@ async def test_stream_that_ends_without_a_word(rig: Rig) -> None:
 
 @pytest.mark.parametrize("change", ["token", "special"])
 async def test_verifier_refuses_a_draft_with_another_tokenizer(rig: Rig, change: str) -> None:
+    """Bug kind 34."""
     info = tokenizer_to_proto(rig.cluster.verifier.loaded.vocabulary.fingerprint())
     if change == "token":
         info.sha256 = bytes(32)
@@ -511,6 +512,7 @@ async def test_verifier_refuses_a_draft_with_another_tokenizer(rig: Rig, change:
 
 
 async def test_padding_of_the_draft_is_no_mismatch(rig: Rig) -> None:
+    """Bug kind 34."""
     info = tokenizer_to_proto(rig.cluster.verifier.loaded.vocabulary.fingerprint())
     info.vocab_size += 64
     async with rig.unimpressed():

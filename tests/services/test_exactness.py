@@ -173,6 +173,7 @@ async def test_greedy_text_is_what_transformers_itself_generates(stack: Stack) -
 
 
 async def test_pieces_are_the_text_and_never_split_a_character(stack: Stack) -> None:
+    """Bug kind 18."""
     cluster = await stack.cluster()
     tokenizer, incomplete = cluster.verifier.loaded.codec._fast, 0
     for seed in range(12):

@@ -270,6 +270,7 @@ async def test_resumed_text_that_is_whole_ends_at_once(stack: Stack, ending: dic
 
 
 async def test_seed_that_the_server_chose_is_named_and_repeats_the_text(stack: Stack) -> None:
+    """Bug kind 9."""
     cluster = await stack.cluster()
     texts = [await cluster.speculative("The sky is", max_tokens=30, temperature=1.0) for _ in range(4)]
     assert len({text.started.seed for text in texts}) == 4
@@ -279,7 +280,7 @@ async def test_seed_that_the_server_chose_is_named_and_repeats_the_text(stack: S
 
 
 async def test_stop_token_inside_an_accepted_run_ends_the_text_there(stack: Stack) -> None:
-    """Bug kinds 13 to 15: every first occurrence of a token in 40, as stop token."""
+    """Bug kinds 13, 14 and 15: every first occurrence of a token in 40, as stop token."""
     cluster = await stack.cluster()
     whole = await cluster.speculative("The sky is", max_tokens=40, **SAMPLED)
     inside = [c.offset + k for c in whole.chunks for k in range(c.accepted)]
@@ -312,6 +313,7 @@ async def test_model_s_own_end_token_ends_the_text_unless_it_is_ignored(stack: S
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 13])
 async def test_max_tokens_is_exact_and_usage_is_what_was_delivered(stack: Stack, tokens: int) -> None:
+    """Bug kind 15."""
     cluster = await stack.cluster()
     text = await cluster.speculative("The sky is", max_tokens=tokens, **SAMPLED)
     usage = text.finished.usage

@@ -1,4 +1,4 @@
-"""Seeds (bug kind 9): with one a text can be had again, without one no two are alike, whatever else runs."""
+"""Seeds: with one a text can be had again, without one no two are alike, whatever else runs."""
 
 from __future__ import annotations
 
