@@ -126,6 +126,9 @@ class Metrics:
         )
         sessions = Gauge("draftwood_sessions", "Sessions by state", ["state"], registry=self.registry)
         self.sessions: dict[SessionState, Gauge] = {state: sessions.labels(state) for state in get_args(SessionState)}
+        self.outgrown_sessions = Gauge(
+            "draftwood_outgrown_sessions", "Sessions whose text is too long for this draft", registry=self.registry
+        )
         pages = Gauge("draftwood_kv_pages", "KV pages by owner", ["owner"], registry=self.registry)
         self.kv_pages: dict[PageOwner, Gauge] = {owner: pages.labels(owner) for owner in get_args(PageOwner)}
         events = Counter("draftwood_kv_page_events", "What became of KV pages", ["event"], registry=self.registry)

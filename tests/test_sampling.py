@@ -158,6 +158,7 @@ def test_a_tiny_temperature_neither_overflows_nor_changes_the_argmax(temperature
 @pytest.mark.parametrize("filler", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(1.0, 5, 0.9)])
 def test_columns_of_padding_are_never_looked_at(filler: float, params: SamplingParams) -> None:
+    """Bug kind 34."""
     logits = random_logits(6, 64)
     padded = torch.cat([logits, torch.full((6, 10), filler)], dim=1)
     positions = list(range(6))

@@ -48,12 +48,12 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("draft", FITTING)
-def test_kind_34_fitting_pairs(draft: str) -> None:
+def test_bug_34_fitting_pairs(draft: str) -> None:
     assert fits(TARGET, FITTING[draft]) and fits(FITTING[draft], TARGET)
 
 
 @pytest.mark.parametrize("draft", DIFFERENT)
-def test_kind_34_different_pairs(draft: str) -> None:
+def test_bug_34_different_pairs(draft: str) -> None:
     assert not fits(TARGET, DIFFERENT[draft]) and not fits(DIFFERENT[draft], TARGET)
 
 

@@ -426,6 +426,7 @@ def test_long_and_unprintable_texts_still_travel() -> None:
 
 
 def test_smaller_caps() -> None:
+    """Bug kind 33."""
     a = draft_pb2.Caps(max_nodes=64, max_depth=0, max_sessions=8, max_message_bytes=0, max_context_tokens=5)
     b = draft_pb2.Caps(max_nodes=32, max_depth=9, max_sessions=0, max_message_bytes=0, max_context_tokens=5)
     expected = draft_pb2.Caps(max_nodes=32, max_depth=9, max_sessions=8, max_message_bytes=0, max_context_tokens=5)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from draftwood.acceptance import Emission, Ending, Rule, emit
 from draftwood.errors import InvalidArgument
 from draftwood.processors import MAX_BAD_WORDS, ProcessorParams, check_bad_word, check_count, check_parameter
@@ -47,6 +50,7 @@ def check_request(
     generation = message.generation
     if not message.session_id:
         raise InvalidArgument("SESSION_ID", "the session id is empty", field="session_id")
+    _check_known(generation)
     if generation.HasField("n") and generation.n != 1:
         message_ = f"n is {generation.n}, but a verifier writes one text a session; ask the router"
         raise InvalidArgument("CHOICES", message_, field="generation.n")
@@ -90,6 +94,19 @@ def check_request(
         constraint=_constraint(generation),
     )
     return CheckedRequest(request, text, resumed)
+
+
+def _check_known(generation: pb.Generation) -> None:
+    """Raises UNKNOWN_FIELD for what a newer client may ask for and we cannot do: ignored, it would change the text."""
+    parts: dict[str, Message] = {
+        "generation": generation, "sampling": generation.sampling, "generation.speculation": generation.speculation,
+        "generation.constraint": generation.constraint,
+    }  # fmt: skip
+    for field, part in parts.items():
+        unknown = UnknownFieldSet(part)
+        if len(unknown):
+            message = f"field {unknown[0].field_number} of {field} is not known to this version"
+            raise InvalidArgument("UNKNOWN_FIELD", message, field=field)
 
 
 def _text(generation: pb.Generation, codec: TextCodec) -> tuple[bool, TextStream]:

@@ -27,6 +27,7 @@ from draftwood.noise import GumbelCache
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, draft_children, first_children
+from draftwood.telemetry import METRICS
 from draftwood.tree import Proposal, TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
@@ -64,6 +65,7 @@ class _Session:
     numbering: Numbering = field(default_factory=Numbering)
     levels: int = 0  # forwards of this round
     complete: bool = False
+    outgrown: bool = False  # its text leaves no room for a node: nothing is drawn for it any more
 
     def __post_init__(self) -> None:
         self.plant_anchor()
@@ -168,12 +170,20 @@ class LmDrafter:
     # --- sessions ---
 
     def open(self, key: Key, start: SessionStart) -> None:
-        self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget)
+        session = self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget)
+        self._note_room(session)
 
     def close(self, key: Key) -> None:
         session = self._sessions.pop(key, None)
         if session:
             self._runtime.pool.give(session.pages)
+            METRICS.outgrown_sessions.dec(session.outgrown)
+
+    def _note_room(self, session: _Session) -> None:
+        """Counts a session whose text has reached the limit of our context or of the verifier's."""
+        if not session.outgrown and self._context_room(session) <= 0:
+            session.outgrown = True
+            METRICS.outgrown_sessions.inc()
 
     def commit(self, key: Key, committed: SessionCommitted) -> None:
         session = self._sessions.get(key)
@@ -184,6 +194,7 @@ class LmDrafter:
         self._follow(session, committed.tokens)
         session.epoch, session.budget = committed.epoch, committed.budget
         session.levels, session.complete, session.frontier = 0, False, None
+        self._note_room(session)
 
     def _follow(self, session: _Session, tokens: tuple[int, ...]) -> None:
         """Walks the tree along the committed tokens, moves what is kept to its new slots and re-roots."""
@@ -343,13 +354,15 @@ class LmDrafter:
 
     def _room_for(self, session: _Session, rows: int) -> bool:
         """True if the context has room for more and pages for ``rows`` more tokens are held, or can be had."""
+        if session.outgrown:
+            return False
         need = session.cached + session.tail + rows - len(session.pages) * self._runtime.pool.page_tokens
         try:
             if need > 0:
                 session.pages += self._runtime.pool.take(need)
         except ResourceExhausted:
             return False
-        return self._context_room(session) > 0
+        return True
 
     def _grow(self, session: _Session, parents: list[int], children: Children) -> None:
         """Adds the proposed children.

@@ -18,6 +18,7 @@ from draftwood.config import DraftSettings
 from draftwood.noise import gumbel
 from draftwood.runtime.model import ModelRuntime, random_model
 from draftwood.sampling import SamplingParams
+from draftwood.telemetry import METRICS
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 
@@ -233,6 +234,41 @@ def test_fully_accepted_runs_ten_rounds_in_a_row(
     drafter.close(KEY)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("taken", range(6))
+def test_bug_1_after_any_number_of_accepted_guesses_rows_stand_where_their_tokens_are(
+    runtime: ModelRuntime, oracle: Oracle, sampling: SamplingParams, taken: int
+) -> None:
+    """k of a chain of 5 are accepted, k = 0 to 5, then a token of the target's own: each row of the draft's forwards is
+    given its token's place in the text, or committed length - 1 + depth, and ``take`` checks what comes of it."""
+    drafter = make_drafter(
+        runtime, beam=1, branch=1, depth=4, lookahead_levels=0, nodes_per_level=0, min_level_survival=0
+    )
+    verifier = Verifier(drafter, oracle, [1, 2, 3], sampling)
+    verifier.open()
+    decoder, rows = runtime.decoder, list[tuple[int, int]]()
+
+    def noting(input_ids: torch.Tensor, batch: Any, cache: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
+        count = int(batch.row_start[-1])  # what follows is padding
+        rows.extend(zip(batch.position[:count].tolist(), input_ids[:count].tolist(), strict=True))
+        return decoder(input_ids, batch, cache, logits_rows)
+
+    runtime.decoder = noting  # type: ignore[assignment]
+    for _ in range(6):
+        rows.clear()
+        work_until_done(drafter, [verifier])
+        chain = max(verifier.live(), key=len)
+        assert len(chain) == 5 and rows
+        text = [*verifier.tokens, *chain]
+        assert all(text[position] == token for position, token in rows)
+        assert [position for position, _ in rows] == list(range(rows[0][0], len(text) - 1)), "each once, none left out"
+        assert exact_scores(drafter, verifier) < CLOSE
+        right = oracle.choice([*verifier.tokens, *chain[:taken]], sampling)
+        own = right if taken == 5 else (chain[taken] + 1) % VOCAB
+        verifier.commit([*chain[:taken], own])
+    drafter.close(KEY)
+
+
 @pytest.mark.parametrize("length", [1, 6, 7, 8, 14, 15])
 def test_prompt_in_chunks(runtime: ModelRuntime, oracle: Oracle, length: int) -> None:
     """Chunks of 7: lengths at, before and behind their borders, with a commit in the middle of prefill."""
@@ -357,18 +393,35 @@ def test_full_page_pool_ends_the_round_empty_and_room_lets_it_draw_again(oracle:
     assert runtime.pool.free == runtime.pool.total == 3
 
 
-def test_context_limit_ends_the_drawing(runtime: ModelRuntime, oracle: Oracle) -> None:
-    """Bug kind 31: no node beyond the limit, then none at all; never an error."""
+@pytest.mark.parametrize("shorter", ["caps", "model"])
+@pytest.mark.parametrize("length", [10, 13, 14, 15, 60])
+def test_context_limit_ends_the_drawing(runtime: ModelRuntime, oracle: Oracle, length: int, shorter: str) -> None:
+    """Bug kind 31: no node beyond the limit of either side, then none at all; no row stands beyond it either, no page
+    is taken for a text that is not computed, the gauge says how many sessions that are, and never an error."""
+    before, limit = METRICS.outgrown_sessions._value.get(), 14
+    if shorter == "model":
+        runtime.max_context_tokens = limit
     drafter = make_drafter(runtime)
-    verifier = Verifier(drafter, oracle, [k % VOCAB for k in range(10)], GREEDY)
-    verifier.open(max_context_tokens=14)
+    decoder, positions = runtime.decoder, list[int]()
+
+    def noting(input_ids: torch.Tensor, batch: Any, cache: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
+        positions.extend(batch.position.tolist())
+        return decoder(input_ids, batch, cache, logits_rows)
+
+    runtime.decoder = noting  # type: ignore[assignment]
+    verifier = Verifier(drafter, oracle, [k % VOCAB for k in range(length)], GREEDY)
+    verifier.open(max_context_tokens=limit if shorter == "caps" else CONTEXT)
     for _ in range(8):
         work_until_done(drafter, [verifier])
-        assert all(len(path) <= 14 + 1 for path in verifier.paths.values())
-        seen = verifier.seen
+        assert all(len(path) <= limit for path in verifier.paths.values())
+        outgrown = len(verifier.tokens) >= limit
+        assert METRICS.outgrown_sessions._value.get() == before + outgrown
+        seen, pages = verifier.seen, len(drafter._sessions[KEY].pages)
         verifier.commit([verifier.oracle.choice(verifier.tokens, GREEDY)])
-    assert 0 < seen == verifier.seen
+    assert (seen > 0) == (length < limit) and seen == verifier.seen
+    assert max(positions, default=0) < limit and pages <= 2
     drafter.close(KEY)
+    assert METRICS.outgrown_sessions._value.get() == before
 
 
 @pytest.mark.parametrize("kv_pages", [1, 3, 64])

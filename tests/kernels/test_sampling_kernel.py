@@ -173,6 +173,7 @@ def test_peaked_rows_and_excluded_tokens(choose: Choose, device: str) -> None:
 @pytest.mark.parametrize(("choose", "device"), CHOOSE)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_rows_without_a_token(choose: Choose, device: str, temperature: float) -> None:
+    """Bug kind 35."""
     logits = gaussian(7, 1500)
     logits[0] = math.nan
     logits[1, 3] = math.nan

@@ -472,6 +472,18 @@ def test_bug_6_in_the_kernel(window: int) -> None:
     torch.testing.assert_close(beside[1:], alone, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.parametrize("attend", ATTEND)
+@pytest.mark.parametrize("window", [0, 3])
+def test_bug_6_where_sums_are_exact_no_bit_differs(attend: Attend, window: int) -> None:
+    """Queries of zeros weigh all keys alike and the values are whole numbers, so that no grouping rounds."""
+    plain, other = beside_a_useless_sibling(window, torch.float32)
+    for case in (plain, other):
+        case.query.zero_()
+        case.value_cache.copy_((8 * case.value_cache).round())
+    alone, beside = plain.run(attend), other.run(attend)[1:]
+    assert torch.equal(alone, beside) and alone.std() > 0.1
+
+
 def mixed_trees(batch_size: int) -> list[Request]:
     """Alternating plain rows and small trees."""
     rng = np.random.default_rng(batch_size)

@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from forwards import random_part, random_parts
+from forwards import VOCAB, random_part, random_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,8 @@ from draftwood.runtime.batch import (
     forward_tensors,
     host_arrays,
 )
-from draftwood.runtime.graphs import REQUESTS, ROWS, WORDS, bucket_of
+from draftwood.runtime.graphs import REQUESTS, ROWS, WORDS, Computed, bucket_of
+from draftwood.runtime.model import ModelRuntime, random_model
 from draftwood.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -130,6 +131,55 @@ def test_attention_over_a_bucket_is_attention_over_the_parts(case: tuple[int, in
     out = attend(padded, bucket.rows)
     torch.testing.assert_close(out[: ragged.rows], attend(plain, ragged.rows))
     assert not out[ragged.rows :].any()
+
+
+@pytest.fixture(scope="module")
+def model_runtime() -> ModelRuntime:
+    config = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,
+    }  # fmt: skip
+    return ModelRuntime(random_model(config, CPU, torch.float64), kv_pages=65 * 4, page_tokens=16)
+
+
+def by_bucket(runtime: ModelRuntime, parts: list[Rows], rules: list[SamplingParams], dirt: int) -> Computed:
+    """A forward as a graph computes it: one buffer for all buckets, full of what others have left there, every field a
+    view of it in the padded shape."""
+    ragged = Ragged(parts, runtime.pool.page_tokens)
+    bucket = bucket_of(ragged.shape(), COLUMNS)
+    assert bucket is not None
+    rng = np.random.default_rng(dirt)
+    host, there = (rng.integers(-(2**31), 2**31, bucket.ints, dtype=np.int64).astype(np.int32) for _ in range(2))
+    ragged.write(host_arrays(host, bucket), runtime.padding.page_id, rules)
+    used = ragged.used_ints(bucket)
+    there[:used] = host[:used]
+    with torch.inference_mode():
+        computed = runtime._compute(forward_tensors(torch.from_numpy(there), bucket), VOCAB - 3)
+    assert len(computed.logits) == bucket.wanted
+    return computed
+
+
+@pytest.mark.parametrize("requests", [*range(1, 66)])
+def test_bug_28_every_batch_size_in_its_bucket_is_the_eager_forward(model_runtime: ModelRuntime, requests: int) -> None:
+    """Mixed trees and plain rows: logits, tokens and the whole cache are those of the forward without padding, and the
+    page that padding writes to is all that it changes."""
+    runtime, rng = model_runtime, np.random.default_rng(requests)
+    parts = random_parts(rng, requests, 16, 4 if requests % 2 else 1, 20)
+    rules = [SamplingParams(temperature=0.8 * (k % 2), seed=k) for k in range(requests)]
+    generator = torch.Generator().manual_seed(requests)
+    runtime.cache.copy_(torch.randn(runtime.cache.shape, generator=generator, dtype=torch.float64))
+    start = runtime.cache.clone()
+    eager = runtime.choose(parts, rules, VOCAB - 3)
+    logits, cache = eager.logits.clone(), runtime.cache[:, :, : runtime.pool.total].clone()
+    runtime.cache.copy_(start)
+    padded = by_bucket(runtime, parts, rules, requests)
+    assert padded.tokens is not None
+    torch.testing.assert_close(padded.logits[: len(logits)], logits, rtol=1e-12, atol=1e-12)
+    assert padded.tokens[: len(logits)].tolist() == eager.tokens.tolist()
+    torch.testing.assert_close(runtime.cache[:, :, : runtime.pool.total], cache, rtol=1e-12, atol=1e-12)
+    untouched = (cache == start[:, :, : runtime.pool.total]).all(dim=-1)
+    after = (runtime.cache[:, :, : runtime.pool.total] == start[:, :, : runtime.pool.total]).all(dim=-1)
+    assert torch.equal(after, untouched), "no slot but those of the real rows is written"
 
 
 def test_rules_go_with_their_parts_rows() -> None:

@@ -60,6 +60,17 @@ def test_a_graph_computes_what_the_forward_computes(name: str) -> None:
     assert captured.graphs is not None and captured.graphs.count >= 8
 
 
+def test_bug_28_every_batch_size_by_graph_is_the_eager_forward() -> None:
+    """1 to 65 requests, trees and plain rows in turns; the CPU's counterpart is in ``test_batch.py``."""
+    plain, captured = (runtime(CONFIG, graphs=g) for g in (False, True))
+    fill(plain, captured)
+    rng = np.random.default_rng(28)
+    for requests in range(1, 66):
+        parts = random_parts(rng, requests, PAGE, 3 if requests % 2 else 1, 50)
+        torch.testing.assert_close(captured.forward(parts), plain.forward(parts), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(captured.cache[:, :, :PAGES], plain.cache[:, :, :PAGES], rtol=1e-4, atol=1e-4)
+
+
 def test_the_next_forward_is_written_while_the_last_one_runs() -> None:
     """Forty forwards are issued behind a kernel that keeps the device busy; none may read another's numbers."""
     plain, captured = (runtime(CONFIG, graphs=g) for g in (False, True))

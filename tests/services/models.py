@@ -18,6 +18,7 @@ CONTEXT = 512
 SHORT_CONTEXT = 64
 PADDED_ROWS = 384
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
+EXTRA = ["<|pad|>", "<|mask|>"]
 END_OF_TURN = 1
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -35,7 +36,10 @@ class Models:
     target: Path
     draft: Path  # the target with noise on its weights: often right
     swapped: Path  # as the draft, but two ids of its tokenizer are swapped
-    padded: Path  # as the draft, with rows beyond the last token
+    padded: Path  # as the draft, with rows beyond the last token that would be chosen if they were looked at
+    padded_target: Path  # as the target, with such rows
+    extra: Path  # as the draft, with two special tokens more, likewise
+    extra_target: Path  # as the target, likewise
     short: Path  # as the draft, for short sequences only
 
 
@@ -44,15 +48,18 @@ def make_models(root: Path) -> Models:
     target = _random_target()
     draft = _noisy(target, 0.05)
     swapped = _with_swapped_ids(tokenizer, 290, 291)
-    padded = copy.deepcopy(draft)
-    padded.resize_token_embeddings(PADDED_ROWS, mean_resizing=False)
+    special = Tokenizer.from_str(tokenizer.to_str())
+    special.add_special_tokens(EXTRA)
     short = copy.deepcopy(draft)
     short.config.max_position_embeddings = SHORT_CONTEXT
     return Models(
         _save(root / "tiny-target", target, tokenizer),
         _save(root / "tiny-draft", draft, tokenizer),
         _save(root / "swapped-draft", draft, swapped),
-        _save(root / "padded-draft", padded, tokenizer),
+        _save(root / "padded-draft", _with_loud_rows(draft, PADDED_ROWS), tokenizer),
+        _save(root / "padded-target", _with_loud_rows(target, PADDED_ROWS), tokenizer),
+        _save(root / "extra-draft", _with_loud_rows(draft, SIZE + len(EXTRA)), special),
+        _save(root / "extra-target", _with_loud_rows(target, SIZE + len(EXTRA)), special),
         _save(root / "short-draft", short, tokenizer),
     )
 
@@ -94,6 +101,15 @@ def _random_target() -> PreTrainedModel:
                 parameter.mul_(8)  # spread out, so that the argmax is not the same token for ever
         model.lm_head.weight.mul_(4)  # and surer of itself, or no guess would be worth sending
     return model
+
+
+def _with_loud_rows(model: PreTrainedModel, rows: int) -> PreTrainedModel:
+    """More rows of the output than the tokenizer has tokens; theirs are often the largest logits."""
+    wide = copy.deepcopy(model)
+    wide.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        wide.lm_head.weight[SIZE:] = 2 * wide.lm_head.weight[100 : 100 + rows - SIZE]
+    return wide
 
 
 def _noisy(model: PreTrainedModel, share: float) -> PreTrainedModel:

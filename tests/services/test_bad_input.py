@@ -321,6 +321,25 @@ async def test_request(rig: Rig, case: str) -> None:
     check(refusal.status, status, reason, field)
 
 
+@pytest.mark.parametrize("field", ["generation", "sampling", "generation.speculation", "generation.constraint"])
+async def test_bug_8_a_parameter_of_a_newer_client_is_refused_and_not_ignored(rig: Rig, field: str) -> None:
+    """It passes the router as it is, and the verifier names it."""
+    generation = verifier_pb2.Generation(text="x", constraint=CONSTRAINT(json_object=True))
+    part = {
+        "generation": generation, "sampling": generation.sampling, "generation.speculation": generation.speculation,
+        "generation.constraint": generation.constraint,
+    }[field]  # fmt: skip
+    part.MergeFromString(bytes([0xF8, 0x3F, 1]))  # number 1023 is 1
+    async with rig.unimpressed():
+        refusal = await refused(
+            rig.router_stub.Generate(router_pb2.RouterServiceGenerateRequest(generation=generation))
+        )
+    assert refusal.events == ["error"]
+    check(refusal.said, "INVALID_ARGUMENT", "UNKNOWN_FIELD", field)
+    check(refusal.status, "INVALID_ARGUMENT", "UNKNOWN_FIELD", field)
+    assert refusal.said and "1023" in refusal.said.message
+
+
 async def test_request_that_leaves_no_token(rig: Rig) -> None:
     """Known only when the text gets there: what came before it is delivered, then the error."""
     words = [ids_of(token) for token in range(SIZE)]
@@ -479,6 +498,7 @@ async def test_stream_that_ends_without_a_word(rig: Rig) -> None:
 
 @pytest.mark.parametrize("change", ["token", "special"])
 async def test_verifier_refuses_a_draft_with_another_tokenizer(rig: Rig, change: str) -> None:
+    """Bug kind 34."""
     info = tokenizer_to_proto(rig.cluster.verifier.loaded.vocabulary.fingerprint())
     if change == "token":
         info.sha256 = bytes(32)
@@ -492,6 +512,7 @@ async def test_verifier_refuses_a_draft_with_another_tokenizer(rig: Rig, change:
 
 
 async def test_padding_of_the_draft_is_no_mismatch(rig: Rig) -> None:
+    """Bug kind 34."""
     info = tokenizer_to_proto(rig.cluster.verifier.loaded.vocabulary.fingerprint())
     info.vocab_size += 64
     async with rig.unimpressed():

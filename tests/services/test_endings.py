@@ -55,14 +55,16 @@ async def rig(stack: Stack) -> Rig:
 
 
 async def test_bug_16_stop_strings_anywhere_in_a_text_with_drafts(rig: Rig) -> None:
+    """Text, ids, log probabilities and usage are cut at the same token."""
     cut_runs = stopped = 0
     for k, string in enumerate(rig.strings(24, 1)):
         asked = Asked(stop=(string, "never 🦊"), max_tokens=48, include=bool(k % 2))
         want = plain(asked, rig.whole.tokens, rig.whole.pieces)
         text = await rig.cluster.speculative(
-            PROMPT, stop=asked.stop, include_stop_str_in_output=asked.include, **SAMPLED
+            PROMPT, stop=asked.stop, include_stop_str_in_output=asked.include, logprobs=True, **SAMPLED
         )
         assert (text.tokens, "".join(text.pieces)) == (rig.whole.tokens[: want.count], want.text)
+        assert all(len(chunk.logprobs) == len(chunk.tokens) for chunk in text.chunks)
         finished = text.finished
         assert finished and (finished.reason, finished.stop) == ("stop", string)
         assert finished.usage.completion_tokens == want.count == len(text.pieces)

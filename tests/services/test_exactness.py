@@ -10,8 +10,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftwood.client import Message
+from draftwood.telemetry import METRICS
+from draftwood.v1 import draft_pb2
 from tests.services.models import SHORT_CONTEXT, SIZE
-from tests.services.stack import Cluster, Stack, engine_of, slow_down
+from tests.services.stack import (
+    Cluster,
+    Stack,
+    Text,
+    engine_of,
+    slow_down,
+    tokens_of,
+    until,
+    verifier_request,
+    verifier_stub,
+)
+from tests.services.wire import HandDraft
 
 PROMPTS: list[Any] = [
     "The sky is blue",
@@ -73,29 +86,45 @@ async def test_padded_vocabulary_of_the_draft_is_harmless(stack: Stack) -> None:
 
 
 async def test_draft_with_a_shorter_context_stops_at_its_limit_and_the_session_goes_on(stack: Stack) -> None:
-    """Bug kind 31."""
+    """Bug kind 31: a draft for 64 tokens beside a target for 512, texts of 300; a gauge says that it has stopped."""
     cluster = await stack.cluster([{"model": str(stack.models.short)}])
     slow_down(cluster.verifier, 0.002)
+    gauge = METRICS.outgrown_sessions._value
     for rule in RULES[:2]:
-        options = {"max_tokens": 120, "ignore_eos": True} | rule
+        options = {"max_tokens": 300, "ignore_eos": True} | rule
         plain = await cluster.plain("The sky is", **options)
-        text = await cluster.speculative("The sky is", **options)
-        assert text.tokens == plain and len(plain) == 120
+        text = Text()
+        task = asyncio.create_task(cluster.speculative("The sky is", text, **options))
+        await until(lambda text=text: len(text.tokens) > 150)  # type: ignore[misc]
+        assert gauge.get() == 1
+        await task
+        assert text.tokens == plain and len(plain) == 300 and text.started
         limit = SHORT_CONTEXT - text.started.prompt_tokens
         assert sum(c.accepted for c in text.chunks if c.offset < limit) > 0
         assert sum(c.accepted for c in text.chunks if c.offset > limit + 4) == 0
+        await cluster.is_idle()
+        assert gauge.get() == 0
     long = "The grass is greener. " * 12  # longer than the draft's context from the start
     options = {"max_tokens": 40, "ignore_eos": True}
     assert (await cluster.speculative(long, **options)).tokens == await cluster.plain(long, **options)
     await cluster.is_idle()
+    assert cluster.drafts[0].loaded.core.sessions == 0 and cluster.engine.totals.refused == 0
 
 
 @pytest.mark.parametrize(("verifier_nodes", "draft_nodes"), [(8, 16), (16, 8)])
 async def test_the_smaller_cap_of_nodes_is_negotiated(stack: Stack, verifier_nodes: int, draft_nodes: int) -> None:
-    """Bug kind 33: nothing is refused, no step verifies more than the smaller cap."""
+    """Bug kind 33: nothing is refused, no step verifies more than the smaller cap, and no forward has more rows."""
     cluster = await stack.cluster(
         [{"max_nodes": draft_nodes}], max_live_nodes=verifier_nodes + 1, max_nodes=verifier_nodes
     )
+    runtime, rows = cluster.engine.runtime, list[int]()
+    forward = runtime.forward
+
+    def counting(parts: Any) -> Any:
+        rows.extend(len(part.token) for part in parts if part.logits_from == 0)
+        return forward(parts)
+
+    runtime.forward = counting  # type: ignore[method-assign]
     options = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     text = await cluster.speculative("The sky is", **options)
     assert text.tokens == await cluster.plain("The sky is", **options)
@@ -103,6 +132,33 @@ async def test_the_smaller_cap_of_nodes_is_negotiated(stack: Stack, verifier_nod
     assert cluster.engine.totals.refused == 0
     usage = text.finished.usage
     assert usage.nodes_verified <= 8 * usage.steps
+    assert 1 < max(rows) <= 9
+
+
+@pytest.mark.parametrize(("verifier_nodes", "draft_nodes"), [(8, 16), (16, 8), (8, 0)])
+async def test_a_round_of_more_nodes_than_the_smaller_cap_is_refused(
+    stack: Stack, verifier_nodes: int, draft_nodes: int
+) -> None:
+    """Bug kind 33: whichever side is the smaller, Welcome names its cap, a tree of as many nodes is taken and one of
+    one node more is not; the session goes on."""
+    verifier = await stack.verifier(max_live_nodes=verifier_nodes)
+    slow_down(verifier, 0.01)
+    channel = await stack.channel(verifier)
+    want = await tokens_of(verifier_stub(channel).Generate(verifier_request("plain", max_tokens=60, ignore_eos=True)))
+    call = verifier_stub(channel).Generate(verifier_request("s", b"t", max_tokens=60, ignore_eos=True))
+    await until(lambda: "s" in engine_of(verifier).sessions)
+    hand = HandDraft(channel)
+    welcome = await hand.hello(caps=draft_pb2.Caps(max_nodes=draft_nodes))
+    assert welcome.caps.max_nodes == 8
+    start = await hand.join("s", b"t", 1)
+    await hand.grow(epoch=start.epoch, parent=[0] * 8, token=[*range(8)])
+    await hand.grow(epoch=start.epoch, first_id=9, parent=[0] * 9, token=[*range(9)])
+    error = await hand.error()
+    assert (error.status, error.reason, error.field) == ("INVALID_ARGUMENT", "TREE_TOO_LARGE", "growth.count[0]")
+    assert "9" in error.message and "8" in error.message
+    assert engine_of(verifier).totals.refused == 1
+    assert await tokens_of(call) == want
+    hand.close()
 
 
 async def test_greedy_text_is_what_transformers_itself_generates(stack: Stack) -> None:
@@ -117,6 +173,7 @@ async def test_greedy_text_is_what_transformers_itself_generates(stack: Stack) -
 
 
 async def test_pieces_are_the_text_and_never_split_a_character(stack: Stack) -> None:
+    """Bug kind 18."""
     cluster = await stack.cluster()
     tokenizer, incomplete = cluster.verifier.loaded.codec._fast, 0
     for seed in range(12):

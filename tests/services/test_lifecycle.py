@@ -18,6 +18,7 @@ from draftwood.client import Message
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, Internal, ResourceExhausted
 from draftwood.rpc.status import from_rpc_error
+from draftwood.telemetry import METRICS
 from draftwood.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2
 from tests.services.stack import (
     EXACT,
@@ -269,6 +270,7 @@ async def test_resumed_text_that_is_whole_ends_at_once(stack: Stack, ending: dic
 
 
 async def test_seed_that_the_server_chose_is_named_and_repeats_the_text(stack: Stack) -> None:
+    """Bug kind 9."""
     cluster = await stack.cluster()
     texts = [await cluster.speculative("The sky is", max_tokens=30, temperature=1.0) for _ in range(4)]
     assert len({text.started.seed for text in texts}) == 4
@@ -278,7 +280,7 @@ async def test_seed_that_the_server_chose_is_named_and_repeats_the_text(stack: S
 
 
 async def test_stop_token_inside_an_accepted_run_ends_the_text_there(stack: Stack) -> None:
-    """Bug kinds 13 to 15: every first occurrence of a token in 40, as stop token."""
+    """Bug kinds 13, 14 and 15: every first occurrence of a token in 40, as stop token."""
     cluster = await stack.cluster()
     whole = await cluster.speculative("The sky is", max_tokens=40, **SAMPLED)
     inside = [c.offset + k for c in whole.chunks for k in range(c.accepted)]
@@ -311,6 +313,7 @@ async def test_model_s_own_end_token_ends_the_text_unless_it_is_ignored(stack: S
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 13])
 async def test_max_tokens_is_exact_and_usage_is_what_was_delivered(stack: Stack, tokens: int) -> None:
+    """Bug kind 15."""
     cluster = await stack.cluster()
     text = await cluster.speculative("The sky is", max_tokens=tokens, **SAMPLED)
     usage = text.finished.usage
@@ -336,8 +339,10 @@ async def test_text_to_the_end_of_the_context(stack: Stack) -> None:
 
 @pytest.mark.parametrize("rule", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_nan_in_one_session_s_cache_ends_that_session_alone(stack: Stack, rule: dict[str, Any]) -> None:
-    """Bug kinds 3 and 35; whoever gets the poisoned pages next must not notice either."""
+    """Bug kinds 3 and 35: told and counted; whoever gets the poisoned pages next must not notice either."""
     cluster = await stack.cluster(kv_pages=40)
+    counter = METRICS.rpc["draftwood.v1.VerifierService/Generate", "INTERNAL"]._value
+    counted = counter.get()
     slow_down(cluster.verifier, 0.003)
     want = await cluster.plain("one two", max_tokens=100, **rule)
     others = [asyncio.create_task(cluster.speculative("one two", max_tokens=100, **rule)) for _ in range(2)]
@@ -354,6 +359,7 @@ async def test_nan_in_one_session_s_cache_ends_that_session_alone(stack: Stack, 
     refusal = await refused(call)
     assert (refusal.said.status, refusal.said.reason) == ("INTERNAL", "NAN_LOGITS")
     assert refusal.status.reason == "NAN_LOGITS"
+    assert counter.get() == counted + 1
     for other in others:
         assert (await other).tokens == want
     after = await asyncio.gather(*(cluster.speculative("one two", max_tokens=100, **rule) for _ in range(4)))

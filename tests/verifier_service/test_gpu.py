@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("shape", ["wide", "window"])
 def test_drafts_change_no_token_on_the_gpu(shape: str) -> None:
-    """float32 on the GPU against float64 on the CPU; a flip is excused only where the two best are nearly tied."""
+    """Bug kind 2: float32 on the GPU against float64 on the CPU; a flip is excused only where the best nearly tie."""
     model = tiny_model(shape, torch.float32)
     rnd = random.Random(5)
     texts = [[rnd.randrange(VOCAB) for _ in range(70)] for _ in range(48)]

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lm_draft import LmDraft, lm_drafter
 from scripted import VOCAB as MODEL_VOCAB
 from scripted import ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 from table_runtime import CANARY, TableRuntime, oracle, table_engine
 
-from draftwood.acceptance import FinishReason
+from draftwood.acceptance import Ending, FinishReason
 from draftwood.errors import ResourceExhausted
 from draftwood.runtime.model import ModelRuntime
 from draftwood.runtime.worker import Worker
@@ -27,7 +28,7 @@ from draftwood.telemetry import METRICS
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
 from verifier_service.session import Session
-from verifier_service.width import StepTimes
+from verifier_service.width import Policy, StepTimes
 
 GREEDY = SamplingParams()
 PAGE = 16
@@ -438,18 +439,78 @@ def test_bug_3_nan_in_all_pages_of_others_and_in_reused_ones_changes_nothing(sha
     assert engine.totals.preemptions > 0
 
 
+@pytest.mark.parametrize("rule", [GREEDY, SamplingParams(temperature=0.9, seed=2**63 + 1)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("neighbours", [1, 7, 31])
+def test_bug_3_neighbours_that_come_and_go_and_whose_caches_go_bad_change_no_token(
+    neighbours: int, rule: SamplingParams
+) -> None:
+    """One text beside up to 31 others that join, leave, and are poisoned with NaN at random steps; half of them share
+    its first page. Whoever is poisoned ends with NAN_LOGITS, and nobody else notices."""
+    model, rnd = tiny_model("mistral"), random.Random(neighbours)
+    common = [rnd.randrange(MODEL_VOCAB) for _ in range(PAGE)]
+    prompts = [
+        (common if k % 2 else []) + [rnd.randrange(MODEL_VOCAB) for _ in range(37 - PAGE * (k % 2))] for k in range(9)
+    ]
+    rules = [GREEDY if k % 3 else SamplingParams(temperature=0.7, seed=k) for k in range(8)] + [rule]
+    prompts[8] = common + prompts[8][PAGE:]
+    texts = plain_decode(model, prompts, 150, rules)
+    alone = make_engine(model)
+    assert run(alone, [request("s", prompts[8], 150, rule)], [], 1) == {"s": texts[8]}
+    engine = small_engine(model, 220, max_nodes=6)
+    draft = ScriptedDraft(random.Random(2), {"s": prompts[8] + texts[8]})
+    engine.open_link(0, "scripted")
+    engine.submit(request("s", prompts[8], 150, rule))
+    draft.join(engine, "s", 1)
+    got: dict[str, T] = {"s": []}
+    poisoned, failed, most, joined = set[str](), set[str](), 0, 1
+    while "s" in engine.sessions:
+        others = [name for name in engine.sessions if name != "s"]
+        while len(others) < neighbours and rnd.random() < 0.8:
+            k, joined = rnd.randrange(8), joined + 1
+            name = f"n{joined}"
+            got[name], draft.truth[name] = [], prompts[k] + texts[k]
+            engine.submit(request(name, prompts[k], rnd.randint(1, 60), rules[k]))
+            if name in engine.sessions:
+                draft.join(engine, name, joined)
+            others.append(name)
+        if others and rnd.random() < 0.3:
+            engine.cancel(rnd.choice(others))
+        running = [s for s in engine.running if s.request.session_id != "s" and s.decoding]
+        if running and rnd.random() < 0.4:
+            sick = rnd.choice(running)
+            pages = [page for page in sick.pages if engine.runtime.pool.is_private(page)]
+            engine.runtime.cache[:, :, pages] = torch.nan
+            poisoned.add(sick.request.session_id)
+        most = max(most, len(engine.sessions) - 1)
+        outcome = engine.step()
+        for e in outcome.emitted:
+            got[e.session_id] += e.tokens
+        for name, error in outcome.failed:
+            assert error.reason == "NAN_LOGITS" and name in poisoned
+            failed.add(name)
+        draft.hear(engine, outcome)
+    assert got["s"] == texts[8]
+    for name, tokens in got.items():
+        text = draft.truth[name]
+        assert text[len(text) - 150 :][: len(tokens)] == tokens, name
+    assert most == neighbours and len(failed) >= min(5, neighbours) and engine.totals.accepted > 50
+    for name in list(engine.sessions):
+        engine.cancel(name)
+    assert engine.audit() == [] and engine.runtime.pool.held == 0
+
+
 CHUNK = 40
 
 
 @pytest.mark.parametrize("length", [1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1])
 def test_bug_12_first_steps_at_every_edge_of_page_and_chunk(length: int) -> None:
-    """An always right draft, first without and then with cached pages: all that it guesses is accepted."""
+    """An always right draft for ten steps, first without and then with cached pages: all its guesses are accepted."""
     model = tiny_model("qwen3")
     prompt = [(3 * k + k * k) % MODEL_VOCAB for k in range(length)]
-    want = plain_decode(model, [prompt], 24, [GREEDY])[0]
+    want = plain_decode(model, [prompt], 41, [GREEDY])[0]
     engine = make_engine(model, max_step_tokens=CHUNK)
     for name, cached in (("cold", 0), ("warm", (length - 1) // PAGE * PAGE)):
-        engine.submit(request(name, prompt, 24, GREEDY))
+        engine.submit(request(name, prompt, 41, GREEDY))
         assert engine.sessions[name].cached == cached
         engine.open_link(0, "right")
         draft = RightDraft({name: prompt + want}, 3)
@@ -459,7 +520,7 @@ def test_bug_12_first_steps_at_every_edge_of_page_and_chunk(length: int) -> None
             before, decoding = session.cached, session.decoding
             outcome = engine.step()
             for e in outcome.emitted:
-                assert len(e.tokens) == (min(4, 24 - len(got)) if decoding else 1)
+                assert len(e.tokens) == (min(4, 41 - len(got)) if decoding else 1)
                 got += e.tokens
             if session.running:
                 took = CHUNK if not outcome.emitted else len(outcome.emitted[0].tokens)
@@ -469,6 +530,73 @@ def test_bug_12_first_steps_at_every_edge_of_page_and_chunk(length: int) -> None
         assert got == want
         engine.close_link(0)
     assert engine.audit() == []
+
+
+@pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("rule", [GREEDY, SamplingParams(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+def test_bug_12_a_draft_that_is_the_target_is_taken_whole_every_time(length: int, rule: SamplingParams) -> None:
+    """The real drafter with the target's weights, drawing chains: its cache lacks the last guess and the bonus token
+    after every step, and all that it draws is accepted for more than ten steps."""
+    model = tiny_model("qwen3")
+    prompt = [(3 * k + k * k) % MODEL_VOCAB for k in range(length)]
+    want = plain_decode(model, [prompt], 61, [rule])[0]
+    engine = make_engine(model, max_step_tokens=CHUNK)
+    runtime = ModelRuntime(tiny_model("qwen3"), kv_pages=32, page_tokens=PAGE)
+    settings: dict[str, Any] = {"depth": 3, "beam": 1, "branch": 1, "min_level_survival": 0, "nodes_per_level": 0}
+    drafter = lm_drafter(runtime, max_step_tokens=CHUNK, lookahead_levels=0, **settings)
+    draft, caught_up = LmDraft(drafter), list[int]()
+    forward = runtime.forward
+
+    def noting(parts: Any) -> torch.Tensor:
+        session = drafter._sessions[0, 1]
+        caught_up.extend([session.pending] if session.pending else [])
+        return forward(parts)
+
+    runtime.forward = noting  # type: ignore[method-assign]
+    engine.open_link(0, "itself")
+    engine.submit(request("s", prompt, 61, rule))
+    draft.join(engine, "s", 1)
+    session, got, runs = engine.sessions["s"], list[int](), list[int]()
+    while engine.sessions:
+        draft.work(engine)
+        decoding = session.decoding
+        outcome = engine.step()
+        draft.hear(engine, outcome)
+        for e in outcome.emitted:
+            got += e.tokens
+            runs += [len(e.tokens)] if decoding else []
+        assert session.stats.accepted == session.stats.verified == len(got) - session.stats.steps
+    assert got == want
+    assert len(runs) > 11 and min(runs[:-1]) >= 5, "every step takes the whole chain and the bonus token"
+    assert caught_up[-10:] == [2] * 10, "the last guess and the bonus token"
+
+
+@pytest.mark.parametrize("before", [2, 12, 13, 14, 15])
+@pytest.mark.parametrize("place", range(5))
+def test_bug_13_an_end_token_inside_an_accepted_run_ends_text_usage_and_cache(place: int, before: int) -> None:
+    """Each token of a run of five as the end token, the run lying anywhere about a page's edge: the text ends with it,
+    the draft is told once and hears of no commit of the step, and the cache has nothing of the guesses behind it."""
+    prompt = next(p for k in range(13) if len(set(oracle(p := [k] * before, 6))) == 6)
+    answer = oracle(prompt, 12)
+    engine = table_engine(64)
+    draft = RightDraft({"a": prompt + answer}, 4)
+    engine.open_link(0, "right")
+    engine.submit(request("a", prompt, 12, GREEDY, ending=Ending(frozenset({answer[1 + place]}), 12)))
+    draft.join(engine, "a", 1)
+    outcome = engine.step()
+    assert [e.tokens for e in outcome.emitted] == [(answer[0],)]
+    draft.hear(engine, outcome)
+    pages = list(engine.sessions["a"].pages)
+    outcome = engine.step()
+    assert [(e.tokens, e.accepted) for e in outcome.emitted] == [(tuple(answer[1 : 2 + place]), min(place + 1, 4))]
+    (ended,) = outcome.ended
+    assert (ended.reason, ended.completion_tokens, ended.stop) == (FinishReason.STOP, 2 + place, answer[1 + place])
+    assert outcome.stops == {0: [1]} and not outcome.commits
+    pool, text = engine.runtime.pool, [*prompt, *answer[: 2 + place]]
+    assert pool.held == 0 and pool.cached <= len(text) // PAGE and len(pages) <= 2
+    assert engine.due() is None and engine.audit() == []
+    turn = [*text, *[(token + 1) % 13 for token in answer[2 + place :]]]
+    assert run(engine, [request("b", turn, 20, GREEDY)], [], 1) == {"b": oracle(turn, 20)}
 
 
 def test_bug_21_pages_of_a_cancelled_session_wait_for_no_draft() -> None:
@@ -629,6 +757,84 @@ def test_bug_23_no_placeholder_reaches_the_model_when_a_session_is_resumed() -> 
     waves = [[request(name, p, 60, GREEDY)] for name, p in prompts.items()]
     got = serve(engine, ScriptedDraft(random.Random(1), truth), waves, 400)
     assert got == {name: text[30:] for name, text in truth.items()} and engine.totals.preemptions > 0
+
+
+@pytest.mark.parametrize("share", [0, 1, 3, 12])
+def test_bug_37_pages_for_nodes_follow_the_width(share: int) -> None:
+    """Room is held for as many nodes as the policy lets a step verify, not for as many as it might: none at width 0."""
+    engine = table_engine(16, max_nodes=12)
+    engine.set_policy(Policy(max_session_nodes=share))
+    prompt = [2] * 20
+    answer = oracle(prompt, 60)
+    draft = RightDraft({"a": prompt + answer}, 12)
+    engine.open_link(0, "right")
+    engine.submit(request("a", prompt, 60, GREEDY))
+    draft.join(engine, "a", 1)
+    session, forward, widest = engine.sessions["a"], engine.runtime.forward, 0
+
+    def checking(parts: Any) -> torch.Tensor:
+        nonlocal widest
+        (part,) = parts
+        widest = max(widest, len(part.token) - 1 if part.logits_from == 0 else 0)
+        assert len(session.pages) <= engine.runtime.pool.pages_for(len(session.tokens) + share)
+        return forward(parts)
+
+    engine.runtime.forward = checking  # type: ignore[method-assign]
+    while engine.sessions:
+        outcome = engine.step()
+        for commit in outcome.commits.get(0, []):  # it draws whatever it is asked for
+            draft.draw(engine, commit.handle, commit.epoch, commit.length)
+    assert session.tokens == prompt + answer and widest == share
+
+
+def test_bug_37_a_draft_catches_up_before_it_draws_again() -> None:
+    """The real drafter with the target's weights. While no nodes are wanted it hears and computes nothing; woken, it
+    computes all that was written meanwhile, and what it then draws is right from the first node on."""
+    model, prompt = tiny_model("qwen3"), [3, 1, 4, 1, 5]
+    want = plain_decode(model, [prompt], 120, [GREEDY])[0]
+    engine, runtime = make_engine(model), ModelRuntime(tiny_model("qwen3"), kv_pages=32, page_tokens=PAGE)
+    settings: dict[str, Any] = {"depth": 3, "beam": 1, "branch": 1, "min_level_survival": 0, "nodes_per_level": 0}
+    draft = LmDraft(lm_drafter(runtime, **settings))
+    engine.open_link(0, "itself")
+    engine.submit(request("s", prompt, 120, GREEDY))
+    draft.join(engine, "s", 1)
+    session, got = engine.sessions["s"], list[int]()
+    forward, computed = runtime.forward, list[int]()
+
+    def counting(parts: Any) -> torch.Tensor:
+        computed.append(sum(len(part.token) for part in parts))
+        return forward(parts)
+
+    runtime.forward = counting  # type: ignore[method-assign]
+
+    def serve_until(tokens: int) -> None:
+        while engine.sessions and len(got) < tokens:
+            draft.work(engine)
+            outcome = engine.step()
+            assert not outcome.failed
+            got.extend(token for e in outcome.emitted for token in e.tokens)
+            draft.hear(engine, outcome)
+
+    for asleep_at, awake_at in ((20, 45), (60, 90)):
+        serve_until(asleep_at)
+        assert session.stats.accepted == session.stats.verified > 0
+        engine.set_policy(Policy(max_session_nodes=0))
+        serve_until(len(got) + 2)  # the draft hears of it with the next commit
+        before, verified = len(computed), session.stats.verified
+        known = session.drafts[0].known
+        serve_until(awake_at)
+        assert len(computed) == before and session.stats.verified == verified
+        assert session.drafts[0].asleep and session.drafts[0].known == known < len(session.tokens) - 10
+        engine.set_policy(Policy())
+        serve_until(len(got) + 1)
+        missed = draft.drafter._sessions[0, 1].pending  # less than it was told of: the tree it had may reach into that
+        assert 15 < missed <= session.drafts[0].known - known + 1
+        assert len(computed) == before and session.drafts[0].known == len(session.tokens)
+        draft.work(engine)
+        assert computed[before] == missed, "first of all what it has missed, then one node a level"
+        assert set(computed[before + 1 :]) == {1}
+    serve_until(120)
+    assert got == want and session.stats.accepted == session.stats.verified > 30
 
 
 # --- audit

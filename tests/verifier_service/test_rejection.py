@@ -13,9 +13,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from lm_draft import LmDraft
 from scripted import VOCAB, ScriptedDraft, make_engine, oracle_of, plain_decode, request, tiny_model
 
-from draft_service.drafter import SessionCommitted, SessionStart
+from draft_service.drafter import SessionStart
 from draft_service.drafters.lm import LmDrafter
 from draftwood.acceptance import Rule
 from draftwood.config import DraftSettings
@@ -214,32 +215,6 @@ def lm_drafter(seed: int, **settings: object) -> LmDrafter:
     runtime = ModelRuntime(blurred(), kv_pages=1024, page_tokens=16)  # type: ignore[arg-type]
     vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
     return LmDrafter(runtime, chosen, "tiny", vocabulary, np.random.default_rng(seed))
-
-
-@dataclass
-class LmDraft:
-    """The real drafter on the engine's side of the wire; it works ahead for a level or two while the verifier does."""
-
-    drafter: LmDrafter
-    link: int = 0
-
-    def join(self, engine: Engine, name: str, handle: int) -> None:
-        start = engine.join(self.link, handle, name, b"t")
-        sampling = SamplingParams(start.temperature, seed=start.seed)
-        told = SessionStart(start.epoch, start.tokens, sampling, start.budget, VOCAB, 255, 32, 512, start.rule)
-        self.drafter.open((self.link, handle), told)
-
-    def work(self, engine: Engine) -> None:
-        while self.drafter.wants_work():
-            for (link, handle), g in self.drafter.work():
-                nodes = Nodes(g.epoch, g.first_id, g.parent, g.token, g.score, g.drawn)
-                engine.grow(link, handle, nodes, complete=g.complete)
-
-    def hear(self, engine: Engine, outcome: Outcome) -> None:
-        for c in outcome.commits.get(self.link, []):
-            self.drafter.commit((self.link, c.handle), SessionCommitted(c.epoch, c.length, c.tokens, c.budget))
-        for handle in outcome.stops.get(self.link, []):
-            self.drafter.close((self.link, handle))
 
 
 def test_three_tokens_of_1600_seeds_with_the_real_drafter_have_the_targets_distribution() -> None:

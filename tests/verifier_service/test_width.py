@@ -98,7 +98,7 @@ def test_a_machine_that_stays_slower_becomes_the_usual_one() -> None:
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 8, 15])
 def test_a_prediction_that_swings_about_the_threshold_changes_nothing_within_the_dwell(period: int) -> None:
-    """vllm#49548: 3 to 5 sessions about the threshold, and the regime flapping with every one of them."""
+    """Bug kind 37 (vllm#49548): 3 to 5 sessions about the threshold, and the regime flapping with every one of them."""
     gate = SpeculationGate()
     seen = []
     for k in range(1000):
