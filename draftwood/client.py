@@ -12,6 +12,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -157,6 +158,8 @@ class DraftState:
     nodes_drafted: int
     idle_share: float
     round_ms: float
+    canary: float | None = None  # share of right best guesses at the verifier where it is lowest; None: not tried
+    canary_failed: bool = False  # at one verifier or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,10 +489,14 @@ def _usage(usage: verifier_pb2.Usage) -> Usage:
 
 
 def _cluster_state(status: router_pb2.Status) -> ClusterState:
+    tried: defaultdict[str, list[verifier_pb2.CanaryResult]] = defaultdict(list)
+    for verifier in status.verifiers:
+        for result in verifier.load.canaries:
+            tried[result.incarnation].append(result)
     return ClusterState(
         incarnation=status.incarnation,
         verifiers=tuple(_verifier_state(verifier) for verifier in status.verifiers),
-        drafts=tuple(_draft_state(draft) for draft in status.drafts),
+        drafts=tuple(_draft_state(draft, tried[draft.draft.incarnation]) for draft in status.drafts),
         requests=status.requests,
         requests_total=status.requests_total,
         requests_failed=status.requests_failed,
@@ -523,7 +530,7 @@ def _verifier_state(verifier: router_pb2.VerifierStatus) -> VerifierState:
     )
 
 
-def _draft_state(draft: router_pb2.DraftStatus) -> DraftState:
+def _draft_state(draft: router_pb2.DraftStatus, tried: Sequence[verifier_pb2.CanaryResult]) -> DraftState:
     load = draft.load
     return DraftState(
         address=draft.address,
@@ -535,6 +542,8 @@ def _draft_state(draft: router_pb2.DraftStatus) -> DraftState:
         nodes_drafted=load.nodes_drafted,
         idle_share=load.idle_share,
         round_ms=load.round_ms,
+        canary=min((result.taken / result.steps for result in tried if result.steps), default=None),
+        canary_failed=any(result.failed for result in tried),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +32,7 @@ from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.constraints import MaskFiller
 from verifier_service.kv import SessionPages
-from verifier_service.live_tree import Nodes
+from verifier_service.live_tree import Nodes, check_growth
 from verifier_service.plan import FIRST_BUDGET, Part, Planner
 from verifier_service.queue import AdmissionQueue
 from verifier_service.sampler import NONE_ALLOWED, TargetSampler, failure
@@ -258,6 +258,10 @@ class Engine:
             sampling.temperature, session.budget, session.remaining, request.effective_rule,
         )  # fmt: skip
 
+    def handles(self, link: int) -> Collection[int]:
+        """Handles of the sessions that a draft worker serves."""
+        return self._links[link].sessions
+
     def leave(self, link: int, handle: int) -> None:
         """The draft worker gives the session up; unknown handles are ignored."""
         session = self._links[link].sessions.pop(handle, None)
@@ -272,13 +276,7 @@ class Engine:
             self.totals.stale += len(nodes.token)
             METRICS.nodes["stale"].inc(len(nodes.token))
             return
-        if nodes.epoch > session.tree.epoch:
-            message = f"epoch {nodes.epoch} is ahead of the session's {session.tree.epoch}"
-            raise InvalidArgument("TREE_EPOCH", message, field="growth.epoch")
-        if len(nodes.token) and bool(nodes.drawn) != session.request.sampled:
-            verb = "needs" if session.request.sampled else "takes no"
-            message = f"rule {session.request.effective_rule.name} {verb} distributions that nodes were sampled from"
-            raise InvalidArgument("TREE_BAD_Q", message, field="growth.drawn")
+        check_growth(nodes, session.tree.epoch, session.request.effective_rule)
         stale = session.tree.grow(link, nodes)
         session.stats.stale += stale
         self.totals.stale += stale

@@ -29,6 +29,8 @@ from draftwood.telemetry import METRICS, MOST_DEPTH, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
+from verifier_service.canary import TEXT as CANARY_TEXT
+from verifier_service.canary import Canary, learn_canary
 from verifier_service.constraints import GrammarCompiler
 from verifier_service.engine import Engine, Outcome
 from verifier_service.requests import check_request, rule_to_proto
@@ -57,6 +59,7 @@ class Loaded:
     end_tokens: frozenset[int]
     grammars: GrammarCompiler
     engine: Engine
+    canary: Canary | None
 
 
 class Admitted:
@@ -147,7 +150,11 @@ class VerifierServer:
         runtime.capture(len(vocabulary.tokens))
         name = settings.name or (TARGET_NAME if settings.model == DEMO else Path(settings.model).name)
         ends = end_tokens(path, model.config.eos_token_id)
-        return Loaded(name, codec, vocabulary, ends, GrammarCompiler(codec, ends), engine)
+        canary = None
+        if settings.canary:
+            canary = learn_canary(runtime, codec.encode(CANARY_TEXT), engine.token_count, engine.context_limit)
+            log.info("canary learnt" if canary else "no canary: its text has no room here")
+        return Loaded(name, codec, vocabulary, ends, GrammarCompiler(codec, ends), engine, canary)
 
     @property
     def loaded(self) -> Loaded:
@@ -290,7 +297,8 @@ class VerifierServer:
     async def _speculate(self, requests: AsyncIterator[Any]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
         loaded = self.loaded
         self._link_count += 1
-        target = Target(self.incarnation, loaded.name, loaded.vocabulary, loaded.engine, self._worker, self.settings)
+        engine, canary = loaded.engine, loaded.canary
+        target = Target(self.incarnation, loaded.name, loaded.vocabulary, engine, self._worker, self.settings, canary)
         link = self._links[self._link_count] = DraftLink(self._link_count, target)
         try:
             async with aclosing(link.serve(requests)) as responses:
@@ -353,7 +361,16 @@ class VerifierServer:
             report.nodes_verified, report.nodes_accepted = totals.verified, totals.accepted
             report.nodes_stale, report.growths_refused = totals.stale, totals.refused
             report.step_ms, report.width = totals.step_s * 1e3, totals.width
+            report.canaries.extend(_canary(link) for link in self._links.values() if link.canary)
         return report
+
+
+def _canary(link: DraftLink) -> verifier_pb2.CanaryResult:
+    result = link.canary
+    assert result is not None
+    return verifier_pb2.CanaryResult(
+        incarnation=link.incarnation, taken=result.taken, steps=result.steps, failed=result.failed
+    )
 
 
 def _chunk(event: Event, text: TextStream, codec: TextCodec) -> verifier_pb2.GenerationEvent:
