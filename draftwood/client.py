@@ -99,6 +99,13 @@ class Usage:
     first_token_s: float
     total_s: float
     cached_prompt_tokens: int = 0
+    nodes_drafted: int = 0  # these and the following: of the last verifier, if there were several
+    late_rounds: int = 0  # times that a step did not wait long enough for a draft
+    draft_wait_s: float = 0.0  # spent waiting for drafts
+    mean_width: float = 0.0  # nodes verified in a step
+    width_reason: str = ""  # what set the width of the last step
+    verified_by_depth: tuple[int, ...] = ()  # nodes, the anchor's children first
+    accepted_by_depth: tuple[int, ...] = ()
 
     @property
     def accepted_length(self) -> float:
@@ -430,7 +437,8 @@ def _bad_word(word: BadWord) -> verifier_pb2.BadWord:
 def _rule(name: str) -> draft_pb2.Rule:
     number = getattr(draft_pb2, f"RULE_{name.upper() or 'UNSPECIFIED'}", None)
     if number is None:
-        raise InvalidArgument("RULE", f"rule {name!r} is not known", field="rule")
+        known = ", ".join(each.removeprefix("RULE_").lower() for each in draft_pb2.Rule.keys()[1:])
+        raise InvalidArgument("RULE", f"rule {name!r} is none of {known}", field="rule")
     return number  # type: ignore[no-any-return]
 
 
@@ -485,6 +493,13 @@ def _usage(usage: verifier_pb2.Usage) -> Usage:
         first_token_s=usage.first_token_s,
         total_s=usage.total_s,
         cached_prompt_tokens=usage.cached_prompt_tokens,
+        nodes_drafted=usage.nodes_drafted,
+        late_rounds=usage.late_rounds,
+        draft_wait_s=usage.draft_wait_s,
+        mean_width=usage.mean_width,
+        width_reason=verifier_pb2.WidthReason.Name(usage.width_reason).removeprefix("WIDTH_REASON_").lower(),
+        verified_by_depth=tuple(usage.verified_by_depth),
+        accepted_by_depth=tuple(usage.accepted_by_depth),
     )
 
 

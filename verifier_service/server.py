@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftwood.acceptance import FinishReason, Rule
@@ -208,8 +208,8 @@ class VerifierServer:
             METRICS.step_width[outcome.width_reason].inc()
             for part, seconds in outcome.spent_s.items():
                 METRICS.step_parts[part].inc(seconds)
-            for depth, count in Counter(outcome.depths).items():
-                METRICS.verified_depth[min(depth, MOST_DEPTH) - 1].inc(count)
+            for above in np.flatnonzero(outcome.depths).tolist():
+                METRICS.verified_depth[above].inc(int(outcome.depths[above]))
             for emitted in outcome.emitted:
                 for depth in range(1, emitted.accepted + 1):
                     METRICS.accepted_depth[min(depth, MOST_DEPTH) - 1].inc()
@@ -405,16 +405,24 @@ def _logprobs(token: TokenLogprobs, codec: TextCodec) -> verifier_pb2.TokenLogpr
 
 
 def _finished(event: Ended) -> verifier_pb2.Finished:
+    stats = event.stats
     usage = verifier_pb2.Usage(
         prompt_tokens=event.prompt_tokens,
         completion_tokens=event.completion_tokens,
-        steps=event.stats.steps,
-        nodes_verified=event.stats.verified,
-        nodes_accepted=event.stats.accepted,
-        nodes_stale=event.stats.stale,
-        first_token_s=event.stats.first_token_s,
+        steps=stats.steps,
+        nodes_verified=stats.verified,
+        nodes_accepted=stats.accepted,
+        nodes_stale=stats.stale,
+        first_token_s=stats.first_token_s,
         total_s=event.total_s,
-        cached_prompt_tokens=event.stats.cached_prompt,
+        cached_prompt_tokens=stats.cached_prompt,
+        nodes_drafted=stats.drafted,
+        late_rounds=stats.late,
+        draft_wait_s=stats.wait_s,
+        mean_width=stats.verified / stats.steps if stats.steps else 0.0,
+        width_reason=f"WIDTH_REASON_{stats.width_reason.upper()}",
+        verified_by_depth=np.trim_zeros(stats.verified_by_depth, "b").tolist(),
+        accepted_by_depth=np.trim_zeros(stats.accepted_by_depth, "b").tolist(),
     )
     finished = verifier_pb2.Finished(reason=REASONS[event.reason], usage=usage)
     if isinstance(event.stop, str):
