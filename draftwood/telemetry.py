@@ -22,7 +22,7 @@ Fate = Literal["drafted", "verified", "accepted", "stale", "refused"]
 SessionState = Literal["waiting", "running", "preempted"]
 PageOwner = Literal["free", "cached", "session"]
 PageEvent = Literal["reused", "published", "evicted"]
-StepPart = Literal["wait", "plan", "forward", "commit"]
+StepPart = Literal["wait", "plan", "forward", "sample", "commit"]
 WidthReason = Literal["no_nodes", "shut", "baseline", "cost", "all", "probe", "full"]
 
 MOST_DEPTH: Final = 16

@@ -317,8 +317,8 @@ class Engine:
             if part.decodes and part.session.drafts and part.session.awaited():
                 part.session.stats.wait_s += began - part.session.committed_s
         planned = self.clock()
-        targets = self.sampler.step(parts, self.masks.fill(parts))
-        forwarded = self.clock()
+        targets = self.sampler.step(parts, self.masks.fill(parts), self.clock)
+        computed, forwarded = self.sampler.computed_s, self.clock()
         out = Outcome()
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
         self.runtime.move([move for move in moves if move])
@@ -326,7 +326,8 @@ class Engine:
             if part.session.running:
                 self._kv.publish(part.session)
         self._account(parts, out, began, forwarded - began)
-        out.spent_s = {"plan": planned - began, "forward": forwarded - planned, "commit": self.clock() - forwarded}
+        out.spent_s = {"plan": planned - began, "forward": computed - planned, "sample": forwarded - computed}
+        out.spent_s["commit"] = self.clock() - forwarded
         if ended_before is not None:
             out.spent_s["wait"] = began - ended_before
         return out
