@@ -28,7 +28,6 @@ from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS, MOST_DEPTH, StepPart, WidthReason, get_logger
-from draftwood.tree import IndexArray
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.constraints import MaskFiller
@@ -84,7 +83,7 @@ class Outcome:
     step_s: float = 0.0  # 0: not of a step
     spent_s: dict[StepPart, float] = field(default_factory=dict)  # by part of the step, and the wait before it
     width_reason: WidthReason = "no_nodes"
-    depths: IndexArray = field(default_factory=no_depths, compare=False)  # of the verified nodes
+    depths: list[int] = field(default_factory=no_depths)  # of the verified nodes
     verified: int = 0  # nodes
 
 
@@ -390,10 +389,11 @@ class Engine:
         why = self.planner.reason
         stats.width_reason = why if session.drafts and (session.tree.size > 1 or why == "shut") else "no_nodes"
         if part.tree.size > 1:
-            depths = part.rows.tail_position[1:] - part.rows.tail_position[0]
-            verified = np.bincount(np.minimum(depths, MOST_DEPTH) - 1, minlength=MOST_DEPTH)
-            stats.verified_by_depth += verified
-            out.depths += verified
+            anchor, *positions = part.rows.tail_position.tolist()
+            for position in positions:
+                above = min(position - anchor, MOST_DEPTH) - 1
+                stats.verified_by_depth[above] += 1
+                out.depths[above] += 1
             for above in range(accepted):
                 stats.accepted_by_depth[min(above, MOST_DEPTH - 1)] += 1
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from draftwood.acceptance import FinishReason, Rule
@@ -208,8 +207,9 @@ class VerifierServer:
             METRICS.step_width[outcome.width_reason].inc()
             for part, seconds in outcome.spent_s.items():
                 METRICS.step_parts[part].inc(seconds)
-            for above in np.flatnonzero(outcome.depths).tolist():
-                METRICS.verified_depth[above].inc(int(outcome.depths[above]))
+            for above, count in enumerate(outcome.depths):
+                if count:
+                    METRICS.verified_depth[above].inc(count)
             for emitted in outcome.emitted:
                 for depth in range(1, emitted.accepted + 1):
                     METRICS.accepted_depth[min(depth, MOST_DEPTH) - 1].inc()
@@ -421,8 +421,8 @@ def _finished(event: Ended) -> verifier_pb2.Finished:
         draft_wait_s=stats.wait_s,
         mean_width=stats.verified / stats.steps if stats.steps else 0.0,
         width_reason=f"WIDTH_REASON_{stats.width_reason.upper()}",
-        verified_by_depth=np.trim_zeros(stats.verified_by_depth, "b").tolist(),
-        accepted_by_depth=np.trim_zeros(stats.accepted_by_depth, "b").tolist(),
+        verified_by_depth=_without_last_zeros(stats.verified_by_depth),
+        accepted_by_depth=_without_last_zeros(stats.accepted_by_depth),
     )
     finished = verifier_pb2.Finished(reason=REASONS[event.reason], usage=usage)
     if isinstance(event.stop, str):
@@ -430,3 +430,7 @@ def _finished(event: Ended) -> verifier_pb2.Finished:
     elif event.stop is not None:
         finished.stop_token_id = event.stop
     return finished
+
+
+def _without_last_zeros(counts: Sequence[int]) -> Sequence[int]:
+    return counts[: max((k + 1 for k, count in enumerate(counts) if count), default=0)]

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from draftwood.acceptance import Ending, FinishReason, Rule
 from draftwood.processors import History
 from draftwood.runtime.text import TextStream
 from draftwood.sampling import SamplingParams
 from draftwood.telemetry import MOST_DEPTH, WidthReason
-from draftwood.tree import IndexArray
 from verifier_service.constraints import Constraint, Grammar, Matcher
 from verifier_service.live_tree import LiveTree
 from verifier_service.watch import AcceptanceWatch
@@ -76,9 +73,9 @@ class AttachedDraft:
         return self.misses >= MISSES_UNTIL_LAGGING
 
 
-def no_depths() -> IndexArray:
-    """Counts of nodes by depth - 1, deeper ones in the last place: int64 [MOST_DEPTH], all 0."""
-    return np.zeros(MOST_DEPTH, np.int64)
+def no_depths() -> list[int]:
+    """Counts of nodes by depth - 1, deeper ones in the last place: [MOST_DEPTH], all 0."""
+    return [0] * MOST_DEPTH
 
 
 @dataclass(slots=True)
@@ -94,8 +91,8 @@ class Stats:
     late: int = 0  # rounds that a step did not wait for long enough
     wait_s: float = 0.0  # from commits until the awaited trees were there, or until the step that waited no longer
     width_reason: WidthReason = "no_nodes"  # of the last step
-    verified_by_depth: IndexArray = field(default_factory=no_depths, compare=False)
-    accepted_by_depth: IndexArray = field(default_factory=no_depths, compare=False)
+    verified_by_depth: list[int] = field(default_factory=no_depths)
+    accepted_by_depth: list[int] = field(default_factory=no_depths)
 
 
 @dataclass(frozen=True, slots=True)

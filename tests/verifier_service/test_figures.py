@@ -72,8 +72,8 @@ def test_nodes_are_counted_by_depth_as_sent_verified_and_accepted() -> None:
     rig.engine.step()
     stats = rig.stats
     assert (stats.drafted, stats.verified, stats.accepted) == (6, 6, 3)
-    assert stats.verified_by_depth.tolist() == [2, 2, 1, 1] + [0] * 12
-    assert stats.accepted_by_depth.tolist() == [1, 1, 1] + [0] * 13
+    assert stats.verified_by_depth == [2, 2, 1, 1] + [0] * 12
+    assert stats.accepted_by_depth == [1, 1, 1] + [0] * 13
 
 
 def test_deep_nodes_are_counted_in_the_last_place() -> None:
@@ -82,7 +82,7 @@ def test_deep_nodes_are_counted_in_the_last_place() -> None:
     rig.grow(0, *rig.right(20))
     rig.engine.step()
     assert rig.stats.accepted == 20
-    assert rig.stats.verified_by_depth.tolist() == rig.stats.accepted_by_depth.tolist() == [1] * 15 + [5]
+    assert rig.stats.verified_by_depth == rig.stats.accepted_by_depth == [1] * 15 + [5]
 
 
 def test_a_wait_lasts_from_the_commit_to_the_last_awaited_tree() -> None:
