@@ -175,19 +175,19 @@ def _verifier_table(verifiers: Iterable[VerifierState]) -> Table:
 
 
 def _draft_table(drafts: Iterable[DraftState]) -> Table:
-    table = _table("drafts", "address", "health", "kind", "model", "sessions", "nodes", "round", "idle", "canary")
+    table = _table("drafts", "address", "health", "kind", "model", "sessions", "nodes", "round", "idle")
     for d in drafts:
         sessions = f"{d.sessions}/{d.max_sessions}"
+        failed = f" [red]canary {d.canary or 0:.0%}[/]" if d.canary_failed else ""
         table.add_row(
             d.address,
-            _health(d.health),
+            _health(d.health) + failed,
             d.kind,
             d.model,
             sessions,
             str(d.nodes_drafted),
             f"{d.round_ms:.1f} ms",
             f"{d.idle_share:.0%}",
-            "" if d.canary is None else f"[red]{d.canary:.0%}[/]" if d.canary_failed else f"{d.canary:.0%}",
         )
     return table
 

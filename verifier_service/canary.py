@@ -56,25 +56,30 @@ class Canary:
 
 
 def learn_canary(runtime: ModelRuntime, prompt: Sequence[int], token_count: int, context_limit: int) -> Canary | None:
-    """The target's own greedy continuation, by a forward a token beside an otherwise idle engine.
+    """The target's own greedy continuation, computed beside an otherwise idle engine.
 
-    None if it has no room, or the target's logits are not finite.
+    One forward if the target goes on repeating the second half of the prompt, else one more for each token that is
+    left. None if it has no room, or the target's logits are not finite.
     """
     room = min(context_limit, runtime.pool.available * runtime.pool.page_tokens) - len(prompt)
     if room < FEWEST_TOKENS:
         return None
     count = min(MOST_TOKENS, room)
     text, cached = list(prompt), 0
+    period = max(1, len(prompt) // 2)
+    guess = (list(prompt[-period:]) * count)[: count - 1]
     pages = runtime.pool.take(len(prompt) + count)
     try:
         while len(text) < len(prompt) + count:
-            at, token = np.arange(cached, len(text), dtype=np.int32), np.array(text[cached:], np.int32)
-            rows = Rows(pages, cached, token, at, np.tri(len(at), dtype=np.bool_), logits_from=len(at) - 1)
-            chosen = int(runtime.choose([rows], [SamplingParams()], token_count).tokens[0])
-            if chosen < 0:
+            token = np.array([*text[cached:], *guess], np.int32)
+            at, wanted = np.arange(cached, cached + len(token), dtype=np.int32), len(text) - cached - 1
+            rows = Rows(pages, cached, token, at, np.tri(len(at), dtype=np.bool_), wanted)
+            chosen = runtime.choose([rows], [SamplingParams()], token_count).tokens.tolist()
+            right = next((k for k, guessed in enumerate(guess) if guessed != chosen[k]), len(guess))
+            cached, guess = len(text) + right, []
+            text += chosen[: right + 1]
+            if text[-1] < 0:
                 return None
-            cached = len(text)
-            text.append(chosen)
     finally:
         runtime.pool.give(pages)
     return Canary(tuple(prompt), tuple(text[len(prompt) :]))

@@ -25,8 +25,10 @@ VOCABULARY = 49152
 @pytest.fixture(scope="module")
 def scene() -> Iterator[tuple[Canary, list[Drafter]]]:
     runtime, codec = load_target()
+    choose, forwards = runtime.choose, []
+    runtime.choose = lambda *args: forwards.append(args) or choose(*args)  # type: ignore[method-assign, func-returns-value]
     canary = learn_canary(runtime, codec.encode(TEXT), VOCABULARY, 2048)
-    assert canary
+    assert canary and len(forwards) == 1, "the start is not delayed"
     yield canary, make_drafters(codec)
 
 

@@ -7,8 +7,11 @@ import random
 import numpy as np
 import pytest
 from scripted import VOCAB, make_engine, plain_decode, tiny_model
+from table_runtime import TableRuntime, next_token
 
 from draftwood.errors import DraftwoodError
+from draftwood.runtime.batch import Rows
+from draftwood.runtime.model import Chosen
 from draftwood.sampling import SamplingParams
 from draftwood.tree import Proposal
 from verifier_service.canary import FEWEST_TOKENS, MOST_TOKENS, Canary, Trial, learn_canary
@@ -107,6 +110,45 @@ def test_the_verifier_learns_what_the_target_writes_and_leaves_nothing_behind() 
     assert canary and canary.prompt == tuple(prompt)
     assert list(canary.continuation) == plain_decode(model, [prompt], MOST_TOKENS, [SamplingParams()])[0]
     assert engine.runtime.pool.held == 0 and engine.totals.steps == 0 and not engine.audit()
+
+
+class RepeatingTarget(TableRuntime):
+    """Repeats the second half of an even prompt for ``right`` tokens, and goes its own way from then on."""
+
+    def __init__(self, prompt: list[int], right: int) -> None:
+        super().__init__(pages=8)
+        self.prompt, self.right, self.forwards = prompt, right, 0
+
+    def next_token(self, text: list[int]) -> int:
+        again = text[-len(self.prompt) // 2]
+        written = len(text) - len(self.prompt)
+        return again if written < self.right else (again + 1) % 13 if written == self.right else next_token(text)
+
+    def choose(self, parts: list[Rows], _rules: object, _vocab_size: int) -> Chosen:
+        self.forwards += 1
+        nothing = self.forward(parts)
+        texts = [self._read(part, row) for part in parts for row in range(part.logits_from, len(part.token))]
+        return Chosen(np.array([self.next_token(text) for text in texts]), nothing, nothing)
+
+
+@pytest.mark.parametrize("right", [0, 1, 5, MOST_TOKENS - 2, MOST_TOKENS - 1, MOST_TOKENS])
+def test_the_repetition_is_learnt_in_one_forward_and_what_comes_behind_it_token_by_token(right: int) -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 7] * 2
+    target = RepeatingTarget(prompt, right)
+    text = list(prompt)
+    for _ in range(MOST_TOKENS):
+        text.append(target.next_token(text))
+    canary = learn_canary(target, prompt, 13, 1000)  # type: ignore[arg-type]
+    assert canary and list(canary.continuation) == text[len(prompt) :]
+    assert target.forwards == max(1, MOST_TOKENS - right)
+    assert target.pool.held == 0
+
+
+def test_a_target_without_finite_logits_has_no_canary() -> None:
+    target = RepeatingTarget([1, 2, 1, 2], 5)
+    target.next_token = lambda text: -1 if len(text) > 6 else RepeatingTarget.next_token(target, text)  # type: ignore[method-assign]
+    assert learn_canary(target, [1, 2, 1, 2], 13, 1000) is None  # type: ignore[arg-type]
+    assert target.pool.held == 0
 
 
 def test_a_short_context_shortens_the_canary_or_has_none() -> None:
