@@ -171,6 +171,7 @@ async def test_a_draft_that_knows_nothing_of_the_canary_serves_as_ever(stack: St
     draft = HandDraft(channel)
     welcome = await draft.hello()
     assert welcome.canary.session_id and welcome.canary.ticket
+    await until(lambda: "s" in engine_of(verifier).sessions)
     assert (await draft.join("s", b"t", 1)).tokens
     draft.close()
     await until(lambda: not verifier._links)
