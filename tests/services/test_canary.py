@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from draft_service.core import DraftCore
 from draft_service.drafter import Drafter, Key, SessionCommitted, SessionStart
 from draft_service.server import DraftServer, make_drafter
+from draftwood.client import DraftState
 from draftwood.config import DraftSettings
 from draftwood.telemetry import METRICS
 from draftwood.v1 import draft_pb2
@@ -105,6 +106,16 @@ async def result_of(verifier: VerifierServer) -> CanaryResult:
     return link.canary
 
 
+async def status_of(cluster: Cluster) -> DraftState:
+    """Of the one draft worker, once the router has heard of its canary."""
+    for _ in range(200):
+        (draft,) = (await cluster.client.status()).drafts
+        if draft.canary is not None:
+            break
+        await asyncio.sleep(0.02)
+    return draft
+
+
 async def of_workers(stack: Stack, *workers: DraftServer) -> Cluster:
     verifier = await stack.verifier()
     router = await stack.router([verifier], workers)
@@ -121,15 +132,14 @@ async def test_a_sound_draft_passes_and_nothing_else_notices(stack: Stack) -> No
     failures, tokens = counted()
     text = await cluster.speculative("The sky is", **SAMPLED)
     result = await result_of(cluster.verifier)
-    assert result.share > 0.5 and not result.failed
+    assert result.share > 2 * LEAST_SHARE and not result.failed
     assert counted() == (failures, tokens + 60), "the canary's text is no session's"
     assert text.tokens == await cluster.plain("The sky is", **SAMPLED)
     await until(lambda: not cluster.attached, what="the canary has ended for the draft, too")
     assert METRICS.canary_share("lm:tiny-draft")._value.get() == result.share
     assert cluster.engine.totals.refused == 0
-    status = await cluster.client.status()
-    assert [d.canary for d in status.drafts] == [pytest.approx(result.share)]
-    assert [d.canary_failed for d in status.drafts] == [False]
+    shown = await status_of(cluster)
+    assert shown.canary == pytest.approx(result.share) and not shown.canary_failed
     await cluster.is_idle()
 
 
@@ -146,7 +156,7 @@ async def test_a_broken_draft_fails_and_the_text_is_the_same(stack: Stack, model
     assert result.failed and result.share < LEAST_SHARE and result.steps > MOST_TOKENS / 2
     assert counted()[0] == failures + 1
     assert text.tokens == await cluster.plain("The sky is", **SAMPLED)
-    assert [d.canary_failed for d in (await cluster.client.status()).drafts] == [True]
+    assert (await status_of(cluster)).canary_failed
     again = await cluster.speculative("The sky is", **SAMPLED)
     assert again.tokens == text.tokens and counted()[0] == failures + 1, "once a stream"
     await cluster.is_idle()

@@ -141,6 +141,7 @@ def test_the_repetition_is_learnt_in_one_forward_and_what_comes_behind_it_token_
     canary = learn_canary(target, prompt, 13, 1000)  # type: ignore[arg-type]
     assert canary and list(canary.continuation) == text[len(prompt) :]
     assert target.forwards == max(1, MOST_TOKENS - right)
+    assert target.computed == len(prompt) + MOST_TOKENS - 1 + target.forwards - 1, "no row twice"
     assert target.pool.held == 0
 
 

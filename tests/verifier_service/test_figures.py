@@ -104,6 +104,16 @@ def test_a_wait_lasts_from_the_commit_to_the_last_awaited_tree() -> None:
     assert rig.stats.late == 0
 
 
+def test_a_prompt_that_is_computed_waits_for_no_draft() -> None:
+    rig = Rig(0)
+    rig.after(5.0)
+    rig.engine.step()
+    assert rig.stats.wait_s == 0
+    rig.after(1.5)
+    rig.engine.step()
+    assert rig.stats.wait_s == 1.5
+
+
 def test_a_wait_ends_with_the_step_that_waits_no_longer_and_the_round_is_late() -> None:
     rig = Rig(0, 1)
     rig.grow(0)
