@@ -83,7 +83,7 @@ class Outcome:
     step_s: float = 0.0  # 0: not of a step
     spent_s: dict[StepPart, float] = field(default_factory=dict)  # by part of the step, and the wait before it
     width_reason: WidthReason = "no_nodes"
-    depths: list[int] = field(default_factory=no_depths)  # of the verified nodes
+    depths: list[int] = field(default_factory=no_depths)  # verified nodes, see ``no_depths``
     verified: int = 0  # nodes
 
 
