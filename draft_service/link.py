@@ -55,6 +55,7 @@ class VerifierLink:
         self._worker = worker
         self._handles = itertools.count(1)
         self._sessions: dict[str, _Attached] = {}
+        self._canary = ""  # the session that the verifier tries our guesses on; nobody has attached us to it
         self._welcome: asyncio.Future[draft_pb2.Welcome] = asyncio.get_running_loop().create_future()
         self._outbox = draft_pb2.SpeculateRequest()
         self._growths: list[SessionGrowth] = []
@@ -67,16 +68,19 @@ class VerifierLink:
     @property
     def sessions(self) -> int:
         """Sessions that are attached, or about to be."""
-        return len(self._sessions)
+        return len(self._sessions) - (self._canary in self._sessions)
 
     async def attach(self, session_id: str, ticket: bytes) -> None:
         """Joins a session and returns when the verifier has started it; raises its refusal."""
         if session_id not in self._sessions:
-            attached = _Attached(next(self._handles), asyncio.get_running_loop().create_future())
-            self._sessions[session_id] = attached
-            self._outbox.joins.append(draft_pb2.Join(session_id=session_id, ticket=ticket, handle=attached.handle))
-            self._wake.set()
+            self._join(session_id, ticket)
         await asyncio.shield(self._sessions[session_id].started)
+
+    def _join(self, session_id: str, ticket: bytes) -> None:
+        attached = _Attached(next(self._handles), asyncio.get_running_loop().create_future())
+        self._sessions[session_id] = attached
+        self._outbox.joins.append(draft_pb2.Join(session_id=session_id, ticket=ticket, handle=attached.handle))
+        self._wake.set()
 
     def detach(self, session_id: str) -> None:
         attached = self._sessions.pop(session_id, None)
@@ -164,6 +168,9 @@ class VerifierLink:
         if vocabulary is not None:
             check(vocabulary, tokenizer_from_proto(welcome.tokenizer))
         self._welcome.set_result(welcome)
+        if welcome.HasField("canary"):
+            self._canary = welcome.canary.session_id
+            self._join(self._canary, welcome.canary.ticket)
 
     def _start(self, start: draft_pb2.Start) -> None:
         """Takes a session up, unless it has been detached while the verifier's answer was on its way."""

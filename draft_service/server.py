@@ -136,13 +136,17 @@ class DraftServer:
             if growths or leaves:
                 link.tell(growths, leaves)
 
+    @property
+    def _sessions(self) -> int:
+        """Sessions that we are attached to, or about to be."""
+        return sum(link.sessions for link in self._links.values())
+
     # --- DraftService ---
 
     async def Attach(self, request: draft_pb2.AttachRequest, context: Any) -> draft_pb2.AttachResponse:
         loaded = self.loaded
-        sessions = sum(link.sessions for link in self._links.values())
-        if sessions >= self.settings.max_sessions:
-            message = f"{sessions} sessions are attached, the limit is {self.settings.max_sessions}"
+        if self._sessions >= self.settings.max_sessions:
+            message = f"{self._sessions} sessions are attached, the limit is {self.settings.max_sessions}"
             raise ResourceExhausted("SESSIONS_FULL", message, retry_after_ms=1000)
         await self._link(request.verifier_address, loaded).attach(request.session_id, request.ticket)
         return draft_pb2.AttachResponse()
@@ -191,7 +195,7 @@ class DraftServer:
         if self._loaded is not None:
             core = self._loaded.core  # plain numbers: read without the thread
             report.sessions, report.nodes_drafted, report.round_ms = (
-                core.sessions,
+                self._sessions,
                 core.nodes_drafted,
                 core.round_s * 1e3,
             )

@@ -116,6 +116,10 @@ def generate(
     bad_word: Annotated[list[str] | None, typer.Option(help="text that must not come; repeatable")] = None,
     min_tokens: Annotated[int, typer.Option(min=0, help="tokens before the answer may end")] = 0,
     seed: Seed = None,
+    rule: Annotated[
+        str,
+        typer.Option(help="how guesses are accepted: shared_noise, rejection, typical (lossy); empty: the server's"),
+    ] = "",
     stop: Stop = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(min=0, help="id that ends the text; several times")] = None,
     include_stop: Annotated[bool, typer.Option(help="show the stop string, too")] = False,
@@ -151,6 +155,7 @@ def generate(
         "bad_words": bad_word or [],
         "min_tokens": min_tokens,
         "seed": seed,
+        "rule": rule,
         "stop": stop or (),
         "stop_token_ids": stop_token_id or (),
         "include_stop_str_in_output": include_stop,

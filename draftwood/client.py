@@ -12,6 +12,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -98,6 +99,13 @@ class Usage:
     first_token_s: float
     total_s: float
     cached_prompt_tokens: int = 0
+    nodes_drafted: int = 0  # these and the following: of the last verifier, if there were several
+    late_rounds: int = 0  # times that a step did not wait long enough for a draft
+    draft_wait_s: float = 0.0  # spent waiting for drafts
+    mean_width: float = 0.0  # nodes verified in a step
+    width_reason: str = ""  # what set the width of the last step
+    verified_by_depth: tuple[int, ...] = ()  # nodes, the anchor's children first
+    accepted_by_depth: tuple[int, ...] = ()
 
     @property
     def accepted_length(self) -> float:
@@ -157,6 +165,8 @@ class DraftState:
     nodes_drafted: int
     idle_share: float
     round_ms: float
+    canary: float | None = None  # share of right best guesses at the verifier where it is lowest; None: not tried
+    canary_failed: bool = False  # at one verifier or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +437,8 @@ def _bad_word(word: BadWord) -> verifier_pb2.BadWord:
 def _rule(name: str) -> draft_pb2.Rule:
     number = getattr(draft_pb2, f"RULE_{name.upper() or 'UNSPECIFIED'}", None)
     if number is None:
-        raise InvalidArgument("RULE", f"rule {name!r} is not known", field="rule")
+        known = ", ".join(each.removeprefix("RULE_").lower() for each in draft_pb2.Rule.keys()[1:])
+        raise InvalidArgument("RULE", f"rule {name!r} is none of {known}", field="rule")
     return number  # type: ignore[no-any-return]
 
 
@@ -482,14 +493,25 @@ def _usage(usage: verifier_pb2.Usage) -> Usage:
         first_token_s=usage.first_token_s,
         total_s=usage.total_s,
         cached_prompt_tokens=usage.cached_prompt_tokens,
+        nodes_drafted=usage.nodes_drafted,
+        late_rounds=usage.late_rounds,
+        draft_wait_s=usage.draft_wait_s,
+        mean_width=usage.mean_width,
+        width_reason=verifier_pb2.WidthReason.Name(usage.width_reason).removeprefix("WIDTH_REASON_").lower(),
+        verified_by_depth=tuple(usage.verified_by_depth),
+        accepted_by_depth=tuple(usage.accepted_by_depth),
     )
 
 
 def _cluster_state(status: router_pb2.Status) -> ClusterState:
+    tried: defaultdict[str, list[verifier_pb2.CanaryResult]] = defaultdict(list)
+    for verifier in status.verifiers:
+        for result in verifier.load.canaries:
+            tried[result.incarnation].append(result)
     return ClusterState(
         incarnation=status.incarnation,
         verifiers=tuple(_verifier_state(verifier) for verifier in status.verifiers),
-        drafts=tuple(_draft_state(draft) for draft in status.drafts),
+        drafts=tuple(_draft_state(draft, tried[draft.draft.incarnation]) for draft in status.drafts),
         requests=status.requests,
         requests_total=status.requests_total,
         requests_failed=status.requests_failed,
@@ -523,7 +545,7 @@ def _verifier_state(verifier: router_pb2.VerifierStatus) -> VerifierState:
     )
 
 
-def _draft_state(draft: router_pb2.DraftStatus) -> DraftState:
+def _draft_state(draft: router_pb2.DraftStatus, tried: Sequence[verifier_pb2.CanaryResult]) -> DraftState:
     load = draft.load
     return DraftState(
         address=draft.address,
@@ -535,6 +557,8 @@ def _draft_state(draft: router_pb2.DraftStatus) -> DraftState:
         nodes_drafted=load.nodes_drafted,
         idle_share=load.idle_share,
         round_ms=load.round_ms,
+        canary=min((result.taken / result.steps for result in tried if result.steps), default=None),
+        canary_failed=any(result.failed for result in tried),
     )
 
 

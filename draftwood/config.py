@@ -65,6 +65,7 @@ class VerifierSettings(BaseSettings):
     typical_delta: float = Field(
         0.09, gt=0, description="typical acceptance: so is one above this times exp(-entropy of the target)"
     )
+    canary: bool = Field(True, description="each draft worker is tried on a known text, computed at start, as it joins")
     draft_wait_ms: float = Field(150.0, ge=0, description="longest wait of a step for a draft, milliseconds")
     load_interval_s: float = Field(1.0, gt=0, description="seconds between two load reports")
 

@@ -130,11 +130,23 @@ def logprob_table(chunks: Iterable[Chunk]) -> Table:
 
 
 def summary(finished: Finished) -> str:
+    """What the text came to; a second line of what drafts did for it, if they sent anything."""
     usage = finished.usage
     by = "" if finished.stop is None else f" by {finished.stop!r}"
     return (
         f"{usage.completion_tokens} tokens ({finished.reason}{by}), {tokens_per_s(usage):.1f} tok/s, "
         f"{usage.accepted_length:.2f} tokens a step, first token after {usage.first_token_s * 1000:.0f} ms"
+        + ("\n" + _draft_summary(usage) if usage.nodes_drafted else "")
+    )
+
+
+def _draft_summary(usage: Usage) -> str:
+    accepted = (*usage.accepted_by_depth, *[0] * (len(usage.verified_by_depth) - len(usage.accepted_by_depth)))
+    by_depth = ", ".join(f"{a}/{v}" for a, v in zip(accepted, usage.verified_by_depth, strict=True))
+    return (
+        f"drafts: {usage.nodes_drafted} nodes sent, {usage.nodes_verified} verified, {usage.nodes_accepted} accepted "
+        f"(by depth {by_depth or 'none'}), {usage.nodes_stale} stale, {usage.late_rounds} rounds late; "
+        f"{usage.mean_width:.1f} nodes a step (last: {usage.width_reason}), {usage.draft_wait_s:.2f} s waited"
     )
 
 
@@ -166,9 +178,10 @@ def _draft_table(drafts: Iterable[DraftState]) -> Table:
     table = _table("drafts", "address", "health", "kind", "model", "sessions", "nodes", "round", "idle")
     for d in drafts:
         sessions = f"{d.sessions}/{d.max_sessions}"
+        failed = f" [red]canary {d.canary or 0:.0%}[/]" if d.canary_failed else ""
         table.add_row(
             d.address,
-            _health(d.health),
+            _health(d.health) + failed,
             d.kind,
             d.model,
             sessions,

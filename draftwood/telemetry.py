@@ -1,7 +1,8 @@
 """Logs and metrics of every role.
 
 Logs are structlog events on stderr. Metrics live in a registry of their own, so that several services, or several
-imports of this module, fit in one process. All label values are known in advance and exist from the first scrape on.
+imports of this module, fit in one process. All label values but the names of draft models are known in advance and
+exist from the first scrape on.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ Fate = Literal["drafted", "verified", "accepted", "stale", "refused"]
 SessionState = Literal["waiting", "running", "preempted"]
 PageOwner = Literal["free", "cached", "session"]
 PageEvent = Literal["reused", "published", "evicted"]
-StepPart = Literal["wait", "plan", "forward", "commit"]
+StepPart = Literal["wait", "plan", "forward", "sample", "commit"]
 WidthReason = Literal["no_nodes", "shut", "baseline", "cost", "all", "probe", "full"]
 
 MOST_DEPTH: Final = 16
 """Deeper nodes count as this deep in metrics."""
+
+MOST_MODELS: Final = 64
+"""Draft models that have metrics of their own: they name themselves."""
 
 RPC_CODES: Final = ("OK", "CANCELLED", *BY_STATUS)
 STEP_BUCKETS_S: Final = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
@@ -124,6 +128,18 @@ class Metrics:
         self.acceptance_alarms = Counter(
             "draftwood_acceptance_alarms", "Times that a draft's guesses stopped being taken", registry=self.registry
         )
+        self.session_alarms = Counter(
+            "draftwood_session_acceptance_alarms",
+            "Times that a draft's guesses stopped being taken in one session alone",
+            registry=self.registry,
+        )
+        self.canary_failures = Counter(
+            "draftwood_canary_failures", "Draft workers that failed the canary as they joined", registry=self.registry
+        )
+        self._canary = Gauge(
+            "draftwood_canary_share", "Share of right best guesses on the canary", ["model"], registry=self.registry
+        )
+        self._canary_models: set[str] = set()
         sessions = Gauge("draftwood_sessions", "Sessions by state", ["state"], registry=self.registry)
         self.sessions: dict[SessionState, Gauge] = {state: sessions.labels(state) for state in get_args(SessionState)}
         self.outgrown_sessions = Gauge(
@@ -144,6 +160,13 @@ class Metrics:
             "draftwood_cached_prompt_tokens", "Of these, tokens whose KV pages were cached", registry=self.registry
         )
         self.rpc: dict[tuple[str, str], Counter] = {}
+
+    def canary_share(self, model: str) -> Gauge:
+        """Of the draft model of that name; names beyond the first ``MOST_MODELS`` share the name "other"."""
+        if model in self._canary_models or len(self._canary_models) < MOST_MODELS:
+            self._canary_models.add(model)
+            return self._canary.labels(model)
+        return self._canary.labels("other")
 
     def add_methods(self, methods: Iterable[str]) -> None:
         """Makes ``rpc[method, code]`` for every code, at zero; known methods keep their counts."""

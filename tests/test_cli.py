@@ -8,18 +8,27 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from draftwood.choices import choice_seed
-from draftwood.client import Alternative, Chunk, DraftwoodClient, TokenLogprobs, Usage
+from draftwood.client import (
+    Alternative,
+    Chunk,
+    ClusterState,
+    DraftState,
+    DraftwoodClient,
+    Finished,
+    TokenLogprobs,
+    Usage,
+)
 from draftwood.config import load_cluster_config
-from draftwood.console import StartView, logprob_table, show_chunk
+from draftwood.console import StartView, logprob_table, show_chunk, status_tables, summary
 from draftwood.demo import PROMPTS, Pair, Run, compare, judge, pair_table
-from draftwood.v1 import verifier_pb2
+from draftwood.v1 import draft_pb2, verifier_pb2
 from router.supervisor import ClusterRecord, is_running, read_record, state_path, write_record
 from tests.router.harness import ScriptedCluster
 from tests.router.scripted import scripted_text
@@ -61,9 +70,9 @@ async def test_generate_streams_the_text_and_a_summary(cluster: ScriptedCluster)
     await cluster.serve([await cluster.verifier()])
     outcome = await draftwood("generate", "hi", "--address", cluster.address, "--max-tokens", "6", "--seed", "5")
     assert outcome.code == 0, outcome.err
-    text, summary = outcome.out.splitlines()
+    text, last = outcome.out.splitlines()
     assert [int(word) for word in text.split()] == scripted_text(5, 6)
-    assert summary.startswith("6 tokens (length), 60.0 tok/s, 1.00 tokens a step")
+    assert last.startswith("6 tokens (length), 60.0 tok/s, 1.00 tokens a step")
 
 
 async def test_generate_sends_a_chat_or_raw_text(cluster: ScriptedCluster) -> None:
@@ -97,9 +106,9 @@ async def test_generate_shows_each_of_several_texts_with_its_seed(cluster: Scrip
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
     shown = {}
-    for head, text, summary in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+    for head, text, last in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
         shown[head] = [int(word) for word in text.split()]
-        assert summary.startswith("4 tokens (length)")
+        assert last.startswith("4 tokens (length)")
     seeds = [choice_seed(5, k) for k in range(3)]
     assert shown == {f"text {k}, seed {seed}:": scripted_text(seed, 4) for k, seed in enumerate(seeds)}
     refused = await draftwood("generate", "hi", *where, "--n", "2")
@@ -150,6 +159,53 @@ async def test_generate_sends_constraints(cluster: ScriptedCluster, tmp_path: Pa
 async def test_a_logit_bias_that_is_none_is_refused(bias: str) -> None:
     outcome = await draftwood("generate", "hi", "--address", "127.0.0.1:1", f"--logit-bias={bias}")
     assert outcome.code == 2 and "--logit-bias" in outcome.err and bias in outcome.err
+
+
+@pytest.mark.parametrize("rule", ["shared_noise", "rejection", "typical", "greedy", ""])
+async def test_generate_sends_the_rule(cluster: ScriptedCluster, rule: str) -> None:
+    verifier = await cluster.verifier()
+    await cluster.serve([verifier])
+    option = ["--rule", rule] if rule else []
+    outcome = await draftwood("generate", "hi", "--address", cluster.address, "--max-tokens", "1", *option)
+    assert outcome.code == 0, outcome.err
+    want = getattr(draft_pb2, f"RULE_{rule.upper() or 'UNSPECIFIED'}")
+    assert [request.generation.speculation.rule for request in verifier.log.requests] == [want]
+
+
+async def test_a_rule_that_is_none_is_refused() -> None:
+    outcome = await draftwood("generate", "hi", "--address", "127.0.0.1:1", "--rule", "majority")
+    assert (outcome.code, outcome.out) == (1, "")
+    want = "error: RULE (rule): rule 'majority' is none of greedy, shared_noise, rejection, typical"
+    assert outcome.err.strip() == want
+
+
+def test_the_summary_says_what_drafts_did() -> None:
+    plain = Usage(4, 10, 10, 0, 0, 0, first_token_s=0.5, total_s=2.0)
+    assert len(summary(Finished("length", plain)).splitlines()) == 1
+    drafted = replace(
+        plain, steps=5, nodes_drafted=30, nodes_verified=12, nodes_accepted=5, nodes_stale=2, late_rounds=1,
+        draft_wait_s=0.25, mean_width=2.4, width_reason="cost", verified_by_depth=(8, 4), accepted_by_depth=(5,),
+    )  # fmt: skip
+    first, second = summary(Finished("length", drafted)).splitlines()
+    assert first.startswith("10 tokens (length), 5.0 tok/s, 2.00 tokens a step")
+    assert second == (
+        "drafts: 30 nodes sent, 12 verified, 5 accepted (by depth 5/8, 0/4), 2 stale, 1 rounds late; "
+        "2.4 nodes a step (last: cost), 0.25 s waited"
+    )
+
+
+def test_the_status_marks_a_draft_that_failed_its_canary() -> None:
+    output = io.StringIO()
+    base = DraftState("a:1", "ready", "lm", "demo", 0, 8, 5, 0.5, 1.0)
+    drafts = (replace(base, canary=0.9), replace(base, canary=0.0625, canary_failed=True), base)
+    state = ClusterState("i", (), drafts, 0, 0, 0, 0, 0)
+    console = Console(file=output, width=120, force_terminal=True, color_system="standard")
+    console.print(*status_tables(state), sep="\n")
+    rows = [line for line in output.getvalue().splitlines() if "a:1" in line]
+    assert "\x1b[31mcanary 6%" in rows[1]
+    assert rows[0] == rows[2] and "canary" not in rows[0], (
+        "of one that has passed, or has not been tried, nothing is said"
+    )
 
 
 def test_log_probabilities_are_a_table() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,16 +27,16 @@ from draftwood.errors import (
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams
-from draftwood.telemetry import METRICS, StepPart, WidthReason, get_logger
+from draftwood.telemetry import METRICS, MOST_DEPTH, StepPart, WidthReason, get_logger
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.constraints import MaskFiller
 from verifier_service.kv import SessionPages
-from verifier_service.live_tree import Nodes
+from verifier_service.live_tree import Nodes, check_growth
 from verifier_service.plan import FIRST_BUDGET, Part, Planner
 from verifier_service.queue import AdmissionQueue
 from verifier_service.sampler import NONE_ALLOWED, TargetSampler, failure
-from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session
+from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session, no_depths
 from verifier_service.watch import AcceptanceWatch
 from verifier_service.width import GRID, Policy, StepTimes
 
@@ -83,7 +83,7 @@ class Outcome:
     step_s: float = 0.0  # 0: not of a step
     spent_s: dict[StepPart, float] = field(default_factory=dict)  # by part of the step, and the wait before it
     width_reason: WidthReason = "no_nodes"
-    depths: list[int] = field(default_factory=list)  # of the verified nodes
+    depths: list[int] = field(default_factory=no_depths)  # verified nodes, see ``no_depths``
     verified: int = 0  # nodes
 
 
@@ -258,6 +258,10 @@ class Engine:
             sampling.temperature, session.budget, session.remaining, request.effective_rule,
         )  # fmt: skip
 
+    def handles(self, link: int) -> Collection[int]:
+        """Handles of the sessions that a draft worker serves."""
+        return self._links[link].sessions
+
     def leave(self, link: int, handle: int) -> None:
         """The draft worker gives the session up; unknown handles are ignored."""
         session = self._links[link].sessions.pop(handle, None)
@@ -272,23 +276,22 @@ class Engine:
             self.totals.stale += len(nodes.token)
             METRICS.nodes["stale"].inc(len(nodes.token))
             return
-        if nodes.epoch > session.tree.epoch:
-            message = f"epoch {nodes.epoch} is ahead of the session's {session.tree.epoch}"
-            raise InvalidArgument("TREE_EPOCH", message, field="growth.epoch")
-        if len(nodes.token) and bool(nodes.drawn) != session.request.sampled:
-            verb = "needs" if session.request.sampled else "takes no"
-            message = f"rule {session.request.effective_rule.name} {verb} distributions that nodes were sampled from"
-            raise InvalidArgument("TREE_BAD_Q", message, field="growth.drawn")
+        check_growth(nodes, session.tree.epoch, session.request.effective_rule)
         stale = session.tree.grow(link, nodes)
+        session.stats.drafted += len(nodes.token)
         session.stats.stale += stale
         self.totals.stale += stale
         METRICS.nodes["stale"].inc(stale)
         draft = session.drafts[link]
         if complete and nodes.epoch > draft.complete_epoch:
+            awaited = session.awaited()
             draft.complete_epoch = nodes.epoch
             if nodes.epoch == session.tree.epoch:
                 draft.misses = 0
-                self._links[link].round_s += 0.2 * (self.clock() - session.committed_s - self._links[link].round_s)
+                since_commit_s = self.clock() - session.committed_s
+                self._links[link].round_s += 0.2 * (since_commit_s - self._links[link].round_s)
+                if session.decoding and awaited and not session.awaited():
+                    session.stats.wait_s += since_commit_s
 
     # --- steps ---
 
@@ -309,9 +312,12 @@ class Engine:
         parts = self.planner.plan(began, self.running, self._usual_round)
         if not parts:  # whoever was ready gave way, and those that stay wait for their drafts
             return Outcome()
+        for part in parts:
+            if part.decodes and part.session.drafts and part.session.awaited():
+                part.session.stats.wait_s += began - part.session.committed_s
         planned = self.clock()
-        targets = self.sampler.step(parts, self.masks.fill(parts))
-        forwarded = self.clock()
+        targets = self.sampler.step(parts, self.masks.fill(parts), self.clock)
+        computed, forwarded = self.sampler.computed_s, self.clock()
         out = Outcome()
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
         self.runtime.move([move for move in moves if move])
@@ -319,7 +325,8 @@ class Engine:
             if part.session.running:
                 self._kv.publish(part.session)
         self._account(parts, out, began, forwarded - began)
-        out.spent_s = {"plan": planned - began, "forward": forwarded - planned, "commit": self.clock() - forwarded}
+        out.spent_s = {"plan": planned - began, "forward": computed - planned, "sample": forwarded - computed}
+        out.spent_s["commit"] = self.clock() - forwarded
         if ended_before is not None:
             out.spent_s["wait"] = began - ended_before
         return out
@@ -349,7 +356,7 @@ class Engine:
         if len(valid) < len(taken.tokens) and not emission.finish:  # if the text has ended, nobody asks for the last
             self._fail(session, failure(taken.tokens[-1], session.matcher), out)
             return None
-        self._note(session, part, len(taken.path), first_step=session.generated == len(session.request.resume))
+        self._note(session, part, len(taken.path), out)
         tokens, accepted = valid[: emission.count], min(len(taken.path), emission.count)
         pieces = text.take() if text is not None else None
         wanted = session.request.top_logprobs is not None
@@ -359,6 +366,7 @@ class Engine:
         for draft in session.drafts.values():
             if draft.complete_epoch < session.tree.epoch and session.budget > 0:
                 draft.misses += 1
+                session.stats.late += 1
                 METRICS.late_rounds.inc()
         if emission.finish:
             session.tokens.extend(tokens)
@@ -371,12 +379,23 @@ class Engine:
         self._commit(session, part, taken.path, tokens, out)
         return (session.pages, old, new) if old != new else None
 
-    def _note(self, session: Session, part: Part, accepted: int, *, first_step: bool) -> None:
-        session.stats.steps += 1
-        session.stats.verified += part.tree.size - 1
-        session.stats.accepted += accepted
-        if first_step:
-            session.stats.first_token_s = self.clock() - session.admitted_s
+    def _note(self, session: Session, part: Part, accepted: int, out: Outcome) -> None:
+        stats = session.stats
+        stats.steps += 1
+        stats.verified += part.tree.size - 1
+        stats.accepted += accepted
+        if session.generated == len(session.request.resume):
+            stats.first_token_s = self.clock() - session.admitted_s
+        why = self.planner.reason
+        stats.width_reason = why if session.drafts and (session.tree.size > 1 or why == "shut") else "no_nodes"
+        if part.tree.size > 1:
+            anchor, *positions = part.rows.tail_position.tolist()
+            for position in positions:
+                above = min(position - anchor, MOST_DEPTH) - 1
+                stats.verified_by_depth[above] += 1
+                out.depths[above] += 1
+            for above in range(accepted):
+                stats.accepted_by_depth[min(above, MOST_DEPTH - 1)] += 1
 
     def _commit(self, session: Session, part: Part, path: Sequence[int], tokens: tuple[int, ...], out: Outcome) -> None:
         ids: dict[int, tuple[int, ...]] = dict.fromkeys(session.drafts, ())
@@ -399,12 +418,17 @@ class Engine:
                 out.commits.setdefault(link, []).append(self._notice(session, draft, tokens, ids[link]))
 
     def _watch(self, link: int, session: Session, *, taken: bool) -> None:
-        """Notes whether one of a draft's guesses below the anchor was taken."""
+        """Notes whether one of a draft's guesses below the anchor was taken: of its model's, and of the session's."""
         model, rule = self._links[link].model, session.request.effective_rule
         watch = self._watches.setdefault((model, rule), AcceptanceWatch())
         if watch.observe(taken):
             METRICS.acceptance_alarms.inc()
             log.warning("acceptance has collapsed", model=model, rule=rule.value, now=watch.now, usual=watch.usual)
+        own = session.drafts[link].watch
+        if own.observe(taken) and not watch.collapsed:  # else the model's alarm says it
+            METRICS.session_alarms.inc()
+            name, told = session.request.session_id, {"now": own.now, "usual": own.usual}
+            log.warning("acceptance of a session has collapsed", session=name, model=model, rule=rule.value, **told)
 
     def _notice(
         self, session: Session, draft: AttachedDraft, tokens: tuple[int, ...], ids: tuple[int, ...]
@@ -426,12 +450,6 @@ class Engine:
         totals.verified += nodes
         totals.accepted += sum(e.accepted for e in out.emitted)
         out.step_s, out.verified, out.width_reason = now - began, nodes, self.planner.reason
-        out.depths = [
-            depth
-            for part in parts
-            if part.decodes
-            for depth in (part.rows.tail_position[1:] - part.rows.tail_position[0]).tolist()
-        ]
         totals.step_s = now - began if not totals.step_s else 0.9 * totals.step_s + 0.1 * (now - began)
         totals.width = nodes / max(1, len(out.emitted))
         self._unaudited += 1

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftwood import tree as tt
-from draftwood.acceptance import sibling_score
+from draftwood.acceptance import Rule, sibling_score
+from draftwood.errors import InvalidArgument
 from draftwood.tree import GONE, FloatArray, IndexArray, IntArray, Proposal, TokenTree
 from verifier_service.calibration import Calibration
 
@@ -38,6 +39,17 @@ class Nodes:
     token: IntArray  # [n]
     score: FloatArray  # [n]
     drawn: Mapping[int, Proposal] = field(default_factory=dict)  # by parent id: what children were sampled from
+
+
+def check_growth(nodes: Nodes, epoch: int, rule: Rule) -> None:
+    """Raises InvalidArgument TREE_EPOCH for nodes of an epoch to come, TREE_BAD_Q for what the rule has no use for."""
+    if nodes.epoch > epoch:
+        message = f"epoch {nodes.epoch} is ahead of the session's {epoch}"
+        raise InvalidArgument("TREE_EPOCH", message, field="growth.epoch")
+    sampled = rule is Rule.REJECTION
+    if len(nodes.token) and bool(nodes.drawn) != sampled:
+        message = f"rule {rule.name} {'needs' if sampled else 'takes no'} distributions that nodes were sampled from"
+        raise InvalidArgument("TREE_BAD_Q", message, field="growth.drawn")
 
 
 @dataclass(slots=True)

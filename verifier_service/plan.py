@@ -314,7 +314,7 @@ class Planner:
         if self.gate.open or situation != self._foreseen[0] or self._turn % LOOK_STEPS == 0:
             self._foreseen = situation, self.outlook.advantage(situation, self.times)
         predicted = self._foreseen[1]
-        if all(drafted) and self.gate.open and seconds < LONGEST_STEP_S:
+        if all(drafted) and self.gate.open and 0 < seconds < LONGEST_STEP_S:
             self._record(parts, situation, predicted, tokens, seconds, forward_s, prefill_s)
         self.gate.step(predicted, situation.load)
 

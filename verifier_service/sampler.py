@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -52,9 +53,15 @@ class TargetSampler:
         self._token_count = token_count
         self._on_device = runtime.device.type == "cuda"
         self._noise = GumbelCache(token_count, runtime.device, noise_rows, NOISE_AHEAD if self._on_device else 1)
+        self.computed_s = 0.0  # when the last step's forward was over: the logits, on a GPU the tokens, were there
         self._logits: dict[str, Tensor] = {}  # of the last step, of sessions that want logprobs
 
-    def step(self, parts: Sequence[Part], allowed: Mapping[str, Tensor] | None = None) -> list[list[int]]:
+    def step(
+        self,
+        parts: Sequence[Part],
+        allowed: Mapping[str, Tensor] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> list[list[int]]:
         """Computes the parts' rows and returns each part's tokens, NOT_FINITE or NONE_ALLOWED where there is none.
 
         ``allowed`` has, by session id, the tokens that a constraint allows at the part's rows (``allow_only``).
@@ -69,6 +76,7 @@ class TargetSampler:
             chosen = [[next(flat) for _ in range(count)] for count in counts]
         else:
             logits = self._runtime.forward(rows)
+        self.computed_s = clock()
         pieces = list(torch.split(logits, counts))
         self._logits = {
             part.session.request.session_id: piece

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,8 @@ from draftwood.telemetry import METRICS, MOST_DEPTH, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
+from verifier_service.canary import TEXT as CANARY_TEXT
+from verifier_service.canary import Canary, learn_canary
 from verifier_service.constraints import GrammarCompiler
 from verifier_service.engine import Engine, Outcome
 from verifier_service.requests import check_request, rule_to_proto
@@ -57,6 +58,7 @@ class Loaded:
     end_tokens: frozenset[int]
     grammars: GrammarCompiler
     engine: Engine
+    canary: Canary | None
 
 
 class Admitted:
@@ -147,7 +149,11 @@ class VerifierServer:
         runtime.capture(len(vocabulary.tokens))
         name = settings.name or (TARGET_NAME if settings.model == DEMO else Path(settings.model).name)
         ends = end_tokens(path, model.config.eos_token_id)
-        return Loaded(name, codec, vocabulary, ends, GrammarCompiler(codec, ends), engine)
+        canary = None
+        if settings.canary:
+            canary = learn_canary(runtime, codec.encode(CANARY_TEXT), engine.token_count, engine.context_limit)
+            log.info("canary learnt" if canary else "no canary: its text has no room here")
+        return Loaded(name, codec, vocabulary, ends, GrammarCompiler(codec, ends), engine, canary)
 
     @property
     def loaded(self) -> Loaded:
@@ -201,8 +207,9 @@ class VerifierServer:
             METRICS.step_width[outcome.width_reason].inc()
             for part, seconds in outcome.spent_s.items():
                 METRICS.step_parts[part].inc(seconds)
-            for depth, count in Counter(outcome.depths).items():
-                METRICS.verified_depth[min(depth, MOST_DEPTH) - 1].inc(count)
+            for above, count in enumerate(outcome.depths):
+                if count:
+                    METRICS.verified_depth[above].inc(count)
             for emitted in outcome.emitted:
                 for depth in range(1, emitted.accepted + 1):
                     METRICS.accepted_depth[min(depth, MOST_DEPTH) - 1].inc()
@@ -290,7 +297,8 @@ class VerifierServer:
     async def _speculate(self, requests: AsyncIterator[Any]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
         loaded = self.loaded
         self._link_count += 1
-        target = Target(self.incarnation, loaded.name, loaded.vocabulary, loaded.engine, self._worker, self.settings)
+        engine, canary = loaded.engine, loaded.canary
+        target = Target(self.incarnation, loaded.name, loaded.vocabulary, engine, self._worker, self.settings, canary)
         link = self._links[self._link_count] = DraftLink(self._link_count, target)
         try:
             async with aclosing(link.serve(requests)) as responses:
@@ -353,7 +361,16 @@ class VerifierServer:
             report.nodes_verified, report.nodes_accepted = totals.verified, totals.accepted
             report.nodes_stale, report.growths_refused = totals.stale, totals.refused
             report.step_ms, report.width = totals.step_s * 1e3, totals.width
+            report.canaries.extend(_canary(link) for link in self._links.values() if link.canary)
         return report
+
+
+def _canary(link: DraftLink) -> verifier_pb2.CanaryResult:
+    result = link.canary
+    assert result is not None
+    return verifier_pb2.CanaryResult(
+        incarnation=link.incarnation, taken=result.taken, steps=result.steps, failed=result.failed
+    )
 
 
 def _chunk(event: Event, text: TextStream, codec: TextCodec) -> verifier_pb2.GenerationEvent:
@@ -388,16 +405,24 @@ def _logprobs(token: TokenLogprobs, codec: TextCodec) -> verifier_pb2.TokenLogpr
 
 
 def _finished(event: Ended) -> verifier_pb2.Finished:
+    stats = event.stats
     usage = verifier_pb2.Usage(
         prompt_tokens=event.prompt_tokens,
         completion_tokens=event.completion_tokens,
-        steps=event.stats.steps,
-        nodes_verified=event.stats.verified,
-        nodes_accepted=event.stats.accepted,
-        nodes_stale=event.stats.stale,
-        first_token_s=event.stats.first_token_s,
+        steps=stats.steps,
+        nodes_verified=stats.verified,
+        nodes_accepted=stats.accepted,
+        nodes_stale=stats.stale,
+        first_token_s=stats.first_token_s,
         total_s=event.total_s,
-        cached_prompt_tokens=event.stats.cached_prompt,
+        cached_prompt_tokens=stats.cached_prompt,
+        nodes_drafted=stats.drafted,
+        late_rounds=stats.late,
+        draft_wait_s=stats.wait_s,
+        mean_width=stats.verified / stats.steps if stats.steps else 0.0,
+        width_reason=f"WIDTH_REASON_{stats.width_reason.upper()}",
+        verified_by_depth=_without_last_zeros(stats.verified_by_depth),
+        accepted_by_depth=_without_last_zeros(stats.accepted_by_depth),
     )
     finished = verifier_pb2.Finished(reason=REASONS[event.reason], usage=usage)
     if isinstance(event.stop, str):
@@ -405,3 +430,7 @@ def _finished(event: Ended) -> verifier_pb2.Finished:
     elif event.stop is not None:
         finished.stop_token_id = event.stop
     return finished
+
+
+def _without_last_zeros(counts: Sequence[int]) -> Sequence[int]:
+    return counts[: max((k + 1 for k, count in enumerate(counts) if count), default=0)]

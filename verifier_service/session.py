@@ -14,8 +14,10 @@ from draftwood.acceptance import Ending, FinishReason, Rule
 from draftwood.processors import History
 from draftwood.runtime.text import TextStream
 from draftwood.sampling import SamplingParams
+from draftwood.telemetry import MOST_DEPTH, WidthReason
 from verifier_service.constraints import Constraint, Grammar, Matcher
 from verifier_service.live_tree import LiveTree
+from verifier_service.watch import AcceptanceWatch
 
 MISSES_UNTIL_LAGGING = 3
 URGENT_WEIGHT = 2
@@ -64,10 +66,16 @@ class AttachedDraft:
     known: int = 0  # committed tokens it has been told
     asleep: bool = False  # it has been told that no nodes are wanted
     misses: int = 0  # steps in a row that did not wait for it long enough
+    watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)  # of its guesses in this session
 
     @property
     def lagging(self) -> bool:
         return self.misses >= MISSES_UNTIL_LAGGING
+
+
+def no_depths() -> list[int]:
+    """Counts of nodes by depth - 1, deeper ones in the last place: [MOST_DEPTH], all 0."""
+    return [0] * MOST_DEPTH
 
 
 @dataclass(slots=True)
@@ -79,6 +87,12 @@ class Stats:
     first_token_s: float = 0.0
     cached_prompt: int = 0  # tokens of the prompt that others had computed
     preemptions: int = 0
+    drafted: int = 0  # nodes that drafts have sent
+    late: int = 0  # rounds that a step did not wait for long enough
+    wait_s: float = 0.0  # from commits until the awaited trees were there, or until the step that waited no longer
+    width_reason: WidthReason = "no_nodes"  # of the last step
+    verified_by_depth: list[int] = field(default_factory=no_depths)
+    accepted_by_depth: list[int] = field(default_factory=no_depths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from draftwood.acceptance import Rule
 from draftwood.config import VerifierSettings
-from draftwood.errors import DraftwoodError, FailedPrecondition
+from draftwood.errors import DraftwoodError, FailedPrecondition, InvalidArgument
 from draftwood.rpc.handlers import DecodeFailure
 from draftwood.runtime.worker import Worker
 from draftwood.telemetry import METRICS, get_logger
@@ -26,6 +26,7 @@ from draftwood.wire import (
     tokenizer_from_proto,
     tokenizer_to_proto,
 )
+from verifier_service.canary import Canary, CanaryResult, Trial
 from verifier_service.engine import Engine, Outcome, StartInfo
 from verifier_service.live_tree import Nodes
 from verifier_service.requests import rule_to_proto
@@ -47,6 +48,7 @@ class Target:
     engine: Engine
     worker: Worker[Outcome]
     settings: VerifierSettings
+    canary: Canary | None
 
 
 class DraftLink:
@@ -60,6 +62,9 @@ class DraftLink:
         self._commits: list[SessionCommit] = []
         self._wake = asyncio.Event()
         self._failure: DraftwoodError | None = None
+        self._draft = draft_pb2.DraftInfo()
+        self._trial: Trial | None = None  # until its result is there; the engine's thread alone touches it
+        self.canary: CanaryResult | None = None
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, requests: AsyncIterator[object]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
@@ -107,17 +112,31 @@ class DraftLink:
             max_context_tokens=target.engine.context_limit,
         )
         self._caps = smaller_caps(ours, hello.draft.caps)
-        model = f"{hello.draft.kind}:{hello.draft.model}"
+        self._draft = hello.draft
         rules = frozenset(rule for rule in Rule if rule_to_proto(rule) in hello.draft.rules)
-        target.worker.post(lambda: target.engine.open_link(self.link_id, model, rules))
+        target.worker.post(lambda: target.engine.open_link(self.link_id, self._model, rules))
         log.info("draft joined", kind=hello.draft.kind, model=hello.draft.model, incarnation=hello.draft.incarnation)
-        return draft_pb2.Welcome(
+        welcome = draft_pb2.Welcome(
             protocol_version=PROTOCOL_VERSION,
             incarnation=target.incarnation,
             model=target.model,
             tokenizer=tokenizer_to_proto(target.vocabulary.fingerprint()),
             caps=self._caps,
         )
+        if target.canary:
+            self._trial = trial = Trial(target.canary, self._caps.max_nodes, settings.max_live_nodes)
+            welcome.canary.session_id, welcome.canary.ticket = trial.session_id, trial.ticket
+        return welcome
+
+    @property
+    def incarnation(self) -> str:
+        """Of the draft worker; empty before its Hello."""
+        return self._draft.incarnation
+
+    @property
+    def _model(self) -> str:
+        """The name that the draft model's calibrations and metrics go by."""
+        return f"{self._draft.kind}:{self._draft.model}"
 
     # --- from the draft ---
 
@@ -150,13 +169,24 @@ class DraftLink:
 
         def run() -> None:
             try:
-                start = self._target.engine.join(self.link_id, handle, session_id, ticket)
+                start = self._join_any(session_id, ticket, handle)
             except DraftwoodError as error:
                 self._loop.call_soon_threadsafe(self._refuse, error, handle)
             else:
                 self._loop.call_soon_threadsafe(self._start, start)
 
         self._target.worker.post(run)
+
+    def _join_any(self, session_id: str, ticket: bytes, handle: int) -> StartInfo:
+        """Joins a session or the canary; on the engine's thread. Raises DraftwoodError."""
+        engine, trial = self._target.engine, self._trial
+        if trial and handle == trial.handle:
+            raise InvalidArgument("HANDLE", f"handle {handle} is in use for the canary", field="join.handle")
+        if not trial or session_id != trial.session_id:
+            return engine.join(self.link_id, handle, session_id, ticket)
+        if handle in engine.handles(self.link_id):
+            raise InvalidArgument("HANDLE", f"handle {handle} is in use", field="join.handle")
+        return trial.join(handle, ticket)
 
     def _grow(self, request: draft_pb2.SpeculateRequest) -> None:
         vocab_size = len(self._target.vocabulary.tokens)
@@ -174,12 +204,41 @@ class DraftLink:
         for growth in growths:
             nodes = Nodes(growth.epoch, growth.first_id, growth.parent, growth.token, growth.score, growth.drawn)
             try:
-                self._target.engine.grow(self.link_id, growth.handle, nodes, complete=growth.complete)
+                if self._trial and growth.handle == self._trial.handle:
+                    self._try(self._trial, nodes, complete=growth.complete)
+                else:
+                    self._target.engine.grow(self.link_id, growth.handle, nodes, complete=growth.complete)
             except DraftwoodError as error:
                 self._loop.call_soon_threadsafe(self._refuse, error, growth.handle)
 
+    def _try(self, trial: Trial, nodes: Nodes, *, complete: bool) -> None:
+        """Takes a growth of the canary's; on the engine's thread. Raises DraftwoodError."""
+        commit = trial.grow(nodes, complete=complete)
+        if trial.result:
+            self._trial = None
+            assert trial.handle is not None
+            self._loop.call_soon_threadsafe(self._tried, trial.handle, trial.result)
+        elif commit:
+            self._loop.call_soon_threadsafe(self.tell, [commit], [])
+
+    def _tried(self, handle: int, result: CanaryResult) -> None:
+        """The draft has been tried: nothing follows but that it is seen."""
+        self.canary = result
+        self.tell([], [handle])
+        METRICS.canary_share(self._model).set(result.share)
+        METRICS.canary_failures.inc(result.failed)
+        say = log.warning if result.failed else log.info
+        event = "canary failed" if result.failed else "canary passed"
+        say(event, model=self._model, incarnation=self.incarnation, taken=result.taken, steps=result.steps)
+
     def _leave(self, handle: int) -> None:
-        self._target.worker.post(lambda: self._target.engine.leave(self.link_id, handle))
+        def run() -> None:
+            if self._trial and handle == self._trial.handle:
+                self._trial = None
+            else:
+                self._target.engine.leave(self.link_id, handle)
+
+        self._target.worker.post(run)
 
     # --- to the draft ---
 

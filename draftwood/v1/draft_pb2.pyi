@@ -174,18 +174,28 @@ class SpeculateResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "model", "tokenizer", "caps")
+    __slots__ = ("protocol_version", "incarnation", "model", "tokenizer", "caps", "canary")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     CAPS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: str
     model: str
     tokenizer: TokenizerInfo
     caps: Caps
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., caps: _Optional[_Union[Caps, _Mapping]] = ...) -> None: ...
+    canary: Canary
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., caps: _Optional[_Union[Caps, _Mapping]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+
+class Canary(_message.Message):
+    __slots__ = ("session_id", "ticket")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    ticket: bytes
+    def __init__(self, session_id: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("handle", "epoch", "tokens", "seed", "rule", "temperature", "budget", "remaining_tokens")

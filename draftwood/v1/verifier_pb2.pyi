@@ -15,10 +15,29 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+
+class WidthReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WIDTH_REASON_UNSPECIFIED: _ClassVar[WidthReason]
+    WIDTH_REASON_NO_NODES: _ClassVar[WidthReason]
+    WIDTH_REASON_SHUT: _ClassVar[WidthReason]
+    WIDTH_REASON_BASELINE: _ClassVar[WidthReason]
+    WIDTH_REASON_COST: _ClassVar[WidthReason]
+    WIDTH_REASON_ALL: _ClassVar[WidthReason]
+    WIDTH_REASON_PROBE: _ClassVar[WidthReason]
+    WIDTH_REASON_FULL: _ClassVar[WidthReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
+WIDTH_REASON_UNSPECIFIED: WidthReason
+WIDTH_REASON_NO_NODES: WidthReason
+WIDTH_REASON_SHUT: WidthReason
+WIDTH_REASON_BASELINE: WidthReason
+WIDTH_REASON_COST: WidthReason
+WIDTH_REASON_ALL: WidthReason
+WIDTH_REASON_PROBE: WidthReason
+WIDTH_REASON_FULL: WidthReason
 
 class VerifierServiceGenerateRequest(_message.Message):
     __slots__ = ("generation", "session_id", "ticket")
@@ -51,7 +70,7 @@ class VerifierServiceWatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierServiceWatchLoadResponse(_message.Message):
-    __slots__ = ("incarnation", "running", "waiting", "max_sessions", "free_pages", "total_pages", "steps", "tokens", "nodes_verified", "nodes_accepted", "step_ms", "width", "draining", "nodes_stale", "growths_refused", "cached_pages", "preempted", "preemptions")
+    __slots__ = ("incarnation", "running", "waiting", "max_sessions", "free_pages", "total_pages", "steps", "tokens", "nodes_verified", "nodes_accepted", "step_ms", "width", "draining", "nodes_stale", "growths_refused", "cached_pages", "preempted", "preemptions", "canaries")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +89,7 @@ class VerifierServiceWatchLoadResponse(_message.Message):
     CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CANARIES_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     running: int
     waiting: int
@@ -88,7 +108,20 @@ class VerifierServiceWatchLoadResponse(_message.Message):
     cached_pages: int
     preempted: int
     preemptions: int
-    def __init__(self, incarnation: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., step_ms: _Optional[float] = ..., width: _Optional[float] = ..., draining: _Optional[bool] = ..., nodes_stale: _Optional[int] = ..., growths_refused: _Optional[int] = ..., cached_pages: _Optional[int] = ..., preempted: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    canaries: _containers.RepeatedCompositeFieldContainer[CanaryResult]
+    def __init__(self, incarnation: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., step_ms: _Optional[float] = ..., width: _Optional[float] = ..., draining: _Optional[bool] = ..., nodes_stale: _Optional[int] = ..., growths_refused: _Optional[int] = ..., cached_pages: _Optional[int] = ..., preempted: _Optional[int] = ..., preemptions: _Optional[int] = ..., canaries: _Optional[_Iterable[_Union[CanaryResult, _Mapping]]] = ...) -> None: ...
+
+class CanaryResult(_message.Message):
+    __slots__ = ("incarnation", "taken", "steps", "failed")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    taken: int
+    steps: int
+    failed: bool
+    def __init__(self, incarnation: _Optional[str] = ..., taken: _Optional[int] = ..., steps: _Optional[int] = ..., failed: _Optional[bool] = ...) -> None: ...
 
 class VerifierServiceSetPolicyRequest(_message.Message):
     __slots__ = ("policy",)
@@ -320,7 +353,7 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "steps", "nodes_verified", "nodes_accepted", "nodes_stale", "first_token_s", "total_s", "cached_prompt_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "steps", "nodes_verified", "nodes_accepted", "nodes_stale", "first_token_s", "total_s", "cached_prompt_tokens", "nodes_drafted", "late_rounds", "draft_wait_s", "mean_width", "width_reason", "verified_by_depth", "accepted_by_depth")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -330,6 +363,13 @@ class Usage(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NODES_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    LATE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    MEAN_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_REASON_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_BY_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BY_DEPTH_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     steps: int
@@ -339,4 +379,11 @@ class Usage(_message.Message):
     first_token_s: float
     total_s: float
     cached_prompt_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., nodes_stale: _Optional[int] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
+    nodes_drafted: int
+    late_rounds: int
+    draft_wait_s: float
+    mean_width: float
+    width_reason: WidthReason
+    verified_by_depth: _containers.RepeatedScalarFieldContainer[int]
+    accepted_by_depth: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., nodes_stale: _Optional[int] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ..., nodes_drafted: _Optional[int] = ..., late_rounds: _Optional[int] = ..., draft_wait_s: _Optional[float] = ..., mean_width: _Optional[float] = ..., width_reason: _Optional[_Union[WidthReason, str]] = ..., verified_by_depth: _Optional[_Iterable[int]] = ..., accepted_by_depth: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -117,7 +117,7 @@ async def test_full_queue_refuses_at_once_with_a_hint(stack: Stack) -> None:
 
 
 async def test_draft_worker_takes_no_more_sessions_than_it_may(stack: Stack) -> None:
-    cluster = await stack.cluster([{"max_sessions": 2}])
+    cluster = await stack.cluster([{"max_sessions": 2}], canary=False)
     slow_down(cluster.verifier, 0.003)
     want = await cluster.plain("one two", max_tokens=60, **SAMPLED)
     work = asyncio.gather(*(cluster.speculative("one two", max_tokens=60, **SAMPLED) for _ in range(6)))

@@ -71,11 +71,11 @@ async def test_the_servers_rule_holds_where_a_request_names_none(stack: Stack) -
 
 
 async def test_an_ngram_draft_is_not_used_under_rejection_and_another_is(stack: Stack) -> None:
-    cluster = await stack.cluster([{"kind": "ngram"}])
+    cluster = await stack.cluster([{"kind": "ngram"}], canary=False)
     text = await cluster.speculative("one two one two one two", seed=1, rule="rejection", **WARM)
     assert len(text.tokens) == 60 and text.accepted == 0
     assert cluster.drafts[0].loaded.core.nodes_drafted == 0 and not cluster.attached
-    both = await stack.cluster([{"kind": "ngram"}, {}])
+    both = await stack.cluster([{"kind": "ngram"}, {}], canary=False)
     text = await both.speculative("one two one two one two", seed=1, rule="rejection", **WARM)
     assert text.accepted > 0
     assert both.drafts[0].loaded.core.nodes_drafted == 0 < both.drafts[1].loaded.core.nodes_drafted
