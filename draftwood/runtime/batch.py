@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -177,30 +178,35 @@ def forward_tensors(buffer: Tensor, shape: Shape) -> Forward:
 
 
 class Ragged:
-    """The parts of one forward, counted."""
+    """The parts of one forward, counted.
+
+    Small arrays cost by the call and not by the element, so numbers of a request are gathered in Python.
+    """
 
     def __init__(self, parts: Sequence[Rows], page: int) -> None:
         """``page`` is the cache's page size in tokens."""
         self.parts = parts
         self.page = page
-        counts = np.array([len(part.token) for part in parts])
-        self.context = np.array([part.context for part in parts])
-        self.keys = self.context + [part.visible.shape[1] for part in parts]
-        self.row_start = np.concatenate([[0], np.cumsum(counts)])
-        self.rows = int(self.row_start[-1])
+        counts = [len(part.token) for part in parts]
+        self.keys = [part.context + part.visible.shape[1] for part in parts]
+        self.row_start = [0, *accumulate(counts)]
+        self.rows = self.row_start[-1]
         self.owner = np.repeat(np.arange(len(parts)), counts)  # [rows]
-        first = self.row_start[:-1] + [part.logits_from for part in parts]
-        self.wanted = np.flatnonzero(np.arange(self.rows) >= first[self.owner])
-        self.pages_used = -(-self.keys // page)
+        self.pages_used = [-(-keys // page) for keys in self.keys]
+        self.wanted = np.arange(self.rows)  # rows whose logits are wanted
+        if any(part.logits_from for part in parts):
+            first = np.array([start + part.logits_from for start, part in zip(self.row_start, parts, strict=False)])
+            self.wanted = self.wanted[self.wanted >= first[self.owner]]
 
     def shape(self, padding: Padding | None = None) -> Shape:
         """Just large enough, but for the padding of rows and of wanted rows."""
-        wanted = len(self.wanted)
+        wanted, page = len(self.wanted), self.page
+        tails = (keys - part.context // page * page for keys, part in zip(self.keys, self.parts, strict=True))
         return Shape(
             rows=self.rows + (padding.missing(self.rows) if padding else 0),
             requests=len(self.parts),
-            words=max(1, int((self.keys - self.context // self.page * self.page).max() + WORD_BITS - 1) // WORD_BITS),
-            columns=int(self.pages_used.max()) + 1,  # the last is never used: it may be loaded ahead
+            words=max(1, (max(tails) + WORD_BITS - 1) // WORD_BITS),
+            columns=max(self.pages_used) + 1,  # the last is never used: it may be loaded ahead
             wanted=wanted + (padding.missing(wanted) if padding else 0),
         )
 
@@ -215,55 +221,60 @@ class Ragged:
         wanted rows repeats the last one. Padding requests are empty. ``rules`` has one entry a part, or none at all.
         """
         self._write_requests(host)
-        self._write_rows(host, scratch_page)
+        self._write_rows(host)
         self._write_words(host.words)
         self._write_wanted(host, rules)
+        if self.rows < len(host.position):
+            for field in (host.input_ids, host.page_offset, host.position, host.words):
+                field[self.rows :] = 0
+            host.page_id[self.rows :] = scratch_page
 
     def _write_requests(self, host: HostArrays) -> None:
-        n = len(self.parts)
+        n, page = len(self.parts), self.page
         host.row_start[: n + 1], host.row_start[n + 1 :] = self.row_start, self.rows
-        host.context[:n], host.context[n:] = self.context, 0
+        host.context[:n], host.context[n:] = [part.context for part in self.parts], 0
         host.keys[:n], host.keys[n:] = self.keys, 0
-        shift = self.context % self.page
         # Slots of the prefix have their own index as position.
-        host.tail_position[:n] = (self.context - shift)[:, None] + np.arange(host.tail_position.shape[1])
-        for r, part, used, at in zip(range(n), self.parts, self.pages_used, shift, strict=True):
+        base = np.array([[part.context // page * page] for part in self.parts])
+        host.tail_position[:n] = base + np.arange(host.tail_position.shape[1])
+        for r, part, used in zip(range(n), self.parts, self.pages_used, strict=True):
             if used > len(part.pages):
                 raise AssertionError(f"{self.keys[r]} tokens do not fit the session's {len(part.pages)} pages")
             host.block_table[r, :used], host.block_table[r, used:] = part.pages[:used], 0
+            at = part.context % page
             host.tail_position[r, at : at + len(part.tail_position)] = part.tail_position
 
-    def _write_rows(self, host: HostArrays, scratch_page: int) -> None:
-        rows, fill = slice(0, self.rows), slice(self.rows, None)
-        slots = np.arange(self.rows) + (self.keys - self.row_start[1:])[self.owner]
-        page, offset = np.divmod(slots, self.page)
-        host.page_id[rows], host.page_id[fill] = host.block_table[self.owner, page], scratch_page
-        host.page_offset[rows], host.page_offset[fill] = offset, 0
-        host.input_ids[rows], host.input_ids[fill] = np.concatenate([part.token for part in self.parts]), 0
-        own = [part.tail_position[len(part.tail_position) - len(part.token) :] for part in self.parts]
-        host.position[rows], host.position[fill] = np.concatenate(own), 0
+    def _write_rows(self, host: HostArrays) -> None:
+        ahead = np.array([keys - end for keys, end in zip(self.keys, self.row_start[1:], strict=True)])
+        page, offset = np.divmod(np.arange(self.rows) + ahead[self.owner], self.page)
+        host.page_id[: self.rows] = host.block_table[self.owner, page]
+        host.page_offset[: self.rows] = offset
+        for start, end, part in zip(self.row_start, self.row_start[1:], self.parts, strict=False):
+            host.input_ids[start:end] = part.token
+            host.position[start:end] = part.tail_position[len(part.tail_position) - len(part.token) :]
 
     def _write_words(self, words: IntArray) -> None:
         """Bit j of a row's words is what it sees of slot base + j; slots of the prefix in the first page are seen."""
         bits = np.zeros((self.rows, words.shape[1] * WORD_BITS), np.bool_)
-        for part, first, at in zip(self.parts, self.row_start, self.context % self.page, strict=False):
-            n, tail = part.visible.shape
-            bits[first : first + n, :at] = True
-            bits[first : first + n, at : at + tail] = part.visible
+        for start, end, part in zip(self.row_start, self.row_start[1:], self.parts, strict=False):
+            if at := part.context % self.page:
+                bits[start:end, :at] = True
+            bits[start:end, at : at + part.visible.shape[1]] = part.visible
         words[: self.rows] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        words[self.rows :] = 0
 
     def _write_wanted(self, host: HostArrays, rules: Sequence[SamplingParams]) -> None:
         n = len(self.wanted)
         host.logits_rows[:n], host.logits_rows[n:] = self.wanted, self.wanted[-1] if n else 0
-        host.chosen_position[:] = host.position[host.logits_rows] + 1
+        np.add(host.position[host.logits_rows], 1, out=host.chosen_position)
         if not rules:
             return
-        owner = self.owner[host.logits_rows]
-        host.temperature[:] = np.array([rule.temperature and max(rule.temperature, LEAST_HEAT) for rule in rules])[
-            owner
-        ]
-        host.seed[:] = np.array([rule.seed for rule in rules], np.uint64).view(np.int64)[owner]
+        heats = [rule.temperature and max(rule.temperature, LEAST_HEAT) for rule in rules]
+        seeds = np.array([rule.seed for rule in rules], np.uint64).view(np.int64)
+        if len(rules) == 1:
+            host.temperature[:], host.seed[:] = heats[0], seeds[0]
+        else:
+            owner = self.owner[host.logits_rows]
+            host.temperature[:], host.seed[:] = np.array(heats)[owner], seeds[owner]
 
 
 def assemble(ragged: Ragged, device: torch.device, padding: Padding, rules: Sequence[SamplingParams] = ()) -> Forward:

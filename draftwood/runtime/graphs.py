@@ -13,6 +13,7 @@ staging buffer. The graphs share one memory pool and run on one stream, one afte
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ class Staging:
         self._pinned = [torch.zeros(ints, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self.host: list[NDArray[np.int32]] = [pinned.numpy() for pinned in self._pinned]
         self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._starts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by size and side: where to, and where from
         self._side = 0
 
     def take(self) -> int:
@@ -70,7 +72,10 @@ class Staging:
 
     def upload(self, side: int, ints: int) -> None:
         """Copies the start of a side to the device, without waiting."""
-        self.device[:ints].copy_(self._pinned[side][:ints], non_blocking=True)
+        starts = self._starts.get((ints, side))
+        if starts is None:
+            starts = self._starts[ints, side] = self.device[:ints], self._pinned[side][:ints]
+        starts[0].copy_(starts[1], non_blocking=True)
         self._copied[side].record()
 
 
@@ -170,4 +175,5 @@ def bucket_of(exact: Shape, columns: int) -> Shape | None:
 
 
 def _at_least(sizes: Sequence[int], need: int) -> int | None:
-    return next((size for size in sizes if size >= need), None)
+    at = bisect_left(sizes, need)
+    return sizes[at] if at < len(sizes) else None
