@@ -171,7 +171,7 @@ async def measure(client: DraftwoodClient) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for clients in CLIENTS:
         pairs = []
-        for k in range(8):
+        for k in range(6):
             order = (True, False) if k % 2 == 0 else (False, True)
             seen = {speculate: await at_once(client, clients, speculate=speculate) for speculate in order}
             pairs.append((seen[True], seen[False]))
