@@ -163,6 +163,15 @@ def test_committed_nodes_are_known_for_512_positions() -> None:
     assert live.grow(0, nodes(2, 5, [1], [9])) == 1
 
 
+def test_an_id_that_has_become_the_anchor_of_a_long_text_is_known() -> None:
+    live = LiveTree([5] * 600, 10)
+    live.attach(0, Calibration())
+    live.grow(0, nodes(0, 1, [0, 1], [6, 7]))
+    live.commit([6])
+    assert live.grow(0, nodes(0, 3, [1, 2], [8, 9])) == 0
+    assert (live.tree().parent.tolist(), live.tree().token.tolist()) == ([-1, 0, 0, 1], [6, 7, 8, 9])
+
+
 def test_a_late_child_of_the_committed_text_that_agrees_with_it_is_no_new_node() -> None:
     live = LiveTree([5], 10)
     live.attach(0, Calibration())
