@@ -28,7 +28,7 @@ from torch import Tensor
 
 from draftwood.noise import uniform_rows
 from draftwood.sampling import SamplingParams, process_logits
-from draftwood.tree import Proposal, TokenTree
+from draftwood.tree import Proposal, TokenTree, depths
 
 ACCEPTANCE_STREAM = 1
 """Stream of the uniform numbers that rejection decides by: number 0 draws from what is left, 1 + j is sibling j's."""
@@ -147,13 +147,15 @@ def rejection_targets(
     """
     targets = [-1] * tree.size
     at, depth = 0, 0
-    while at >= 0 and (p := p_at(at)) is not None:
+    while (p := p_at(at)) is not None:
         children = np.flatnonzero(tree.parent == at)
         proposals = [q for c in children.tolist() if (q := drawn[c]) is not None]
         assert len(proposals) == len(children), f"a child of node {at} was sampled from nothing"
         targets[at] = int(multi_step(p, tree.token[children][None], proposals, dice_at(depth))[0])
         taken = children[tree.token[children] == targets[at]]
-        at, depth = (int(taken[0]) if len(taken) else -1), depth + 1
+        if not len(taken):
+            break
+        at, depth = int(taken[0]), depth + 1
     return targets
 
 
@@ -162,16 +164,16 @@ def reject(
 ) -> list[int]:
     """``rejection_targets`` for logits [nodes, vocab]; ``position`` is that of the token chosen at the anchor."""
     parents, siblings = np.unique(tree.parent[1:], return_counts=True)
-    depths = len(parents) + 1  # a path has no more nodes with children than the tree
-    places = range(position, position + depths)
+    visited = len(parents) + 1  # a path has no more nodes with children than the tree
+    places = range(position, position + visited)
     most = int(siblings.max(initial=0))
-    numbers = uniform_rows([params.seed] * depths, places, most + 1, ACCEPTANCE_STREAM).numpy()
+    numbers = uniform_rows([params.seed] * visited, places, most + 1, ACCEPTANCE_STREAM).numpy()
 
     def p_at(node: int) -> NDArray[np.float64] | None:
-        p = process_logits(logits[node : node + 1], params)[0].double().softmax(dim=-1)
+        p = process_logits(logits[node][None], params)[0].double().softmax(dim=-1)
         return p.cpu().numpy() if bool(p.isfinite().all()) else None
 
-    return rejection_targets(tree, drawn, p_at, lambda depth: UniformDice(numbers[depth : depth + 1]))
+    return rejection_targets(tree, drawn, p_at, lambda depth: UniformDice(numbers[depth][None]))
 
 
 def sibling_score(rank: int) -> float:
@@ -197,7 +199,7 @@ def sample_children(
         support = np.flatnonzero(weights)
         proposals.append(Proposal(support, weights[support]) if np.isfinite(weights).all() else None)
         if q := proposals[-1]:
-            tokens[row] = q.token[UniformDice(random.random((branch, 1))).draw(q.prob)]
+            tokens[row] = q.token[UniformDice(random.random(branch)[:, None]).draw(q.prob)]
     return tokens, proposals
 
 
@@ -217,15 +219,14 @@ def typical_targets(
     bound = (torch.special.entr(log_p.exp()).sum(dim=-1).neg().exp() * delta).clamp(max=epsilon).cpu().numpy()
     child = torch.from_numpy(tree.token[1:].astype(np.int64)).to(log_p.device)
     parent = torch.from_numpy(tree.parent[1:].astype(np.int64)).to(log_p.device)
-    edge = [0.0, *log_p[parent, child].tolist()]
-    reached = {0: (0, 0.0)}  # depth and log-probability
-    for node in range(1, tree.size):
+    depth = depths(tree)
+    reached = {0: 0.0}  # log-probability
+    for node, edge in enumerate(log_p[parent, child].tolist(), start=1):
         above = int(tree.parent[node])
-        plausible = np.exp(edge[node]) > bound[above] or own[above] == tree.token[node]
+        plausible = np.exp(edge) > bound[above] or own[above] == tree.token[node]
         if above in reached and plausible:
-            depth, likelihood = reached[above]
-            reached[node] = depth + 1, likelihood + edge[node]
-    targets, node = list(own), max(reached, key=lambda n: reached[n])
+            reached[node] = reached[above] + edge
+    targets, node = list(own), max(reached, key=lambda n: (depth[n], reached[n]))
     while node:
         node, token = int(tree.parent[node]), int(tree.token[node])
         targets[node] = token

@@ -86,9 +86,8 @@ def accumulate(parent: IntArray, value: NDArray[np.float64] | IndexArray) -> NDA
     total = value.copy()
     above = parent.astype(np.int64)
     while (live := above >= 0).any():
-        hop = np.where(live, above, 0)
-        total = total + np.where(live, total[hop], 0)
-        above = np.where(live, above[hop], -1)
+        total = total + np.where(live, total[above], 0)  # the anchor's parent, -1, is an index as well, and unused
+        above = np.where(live, above[above], above)
     return total
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -202,6 +203,56 @@ def test_nothing_is_emitted_at_or_beyond_the_cap() -> None:
 
 def test_an_empty_run_changes_nothing() -> None:
     assert emit([], 3, Ending(frozenset({2}), 8)) == Emission(0, None)
+
+
+# Stop strings
+
+
+@dataclass
+class Letters:
+    """A growing text of one letter a token, searched by ``in``; a stop token has no letter."""
+
+    strings: Sequence[str]
+    text: str = ""
+
+    def feed(self, token: int, end: FinishReason | None) -> str | None:
+        if end is not FinishReason.STOP:
+            self.text += "abc"[token]
+        return next((string for string in self.strings if string in self.text), None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=2),
+    st.integers(0, 2),
+    st.integers(1, 12),
+)
+def test_a_text_ends_with_the_token_that_completes_a_stop_string(
+    run: list[int], strings: list[str], before: int, left: int
+) -> None:
+    """Against the plain decoder's loop over whole texts; token 3 is a stop token."""
+    want, written = Emission(len(run), None), ""
+    for count, token in enumerate(run, start=1):
+        written += "" if token == 3 else "abc"[token]
+        found = [string for string in strings if written.endswith(string)]
+        if token != 3 and found:
+            want = Emission(count, FinishReason.STOP, next(string for string in strings if string in written))
+        elif token == 3:
+            want = Emission(count, FinishReason.STOP, 3)
+        elif count == left:
+            want = Emission(count, FinishReason.LENGTH)
+        else:
+            continue
+        break
+    text = Letters(strings)
+    assert emit(run, before, Ending(frozenset({3}), before + left), text) == want
+    assert text.text == "".join("abc"[token] for token in run[: want.count] if token != 3), "fed what is emitted"
+
+
+def test_a_stop_string_that_is_completed_at_the_cap_is_why_the_text_ends() -> None:
+    assert emit([0, 1, 2], 5, Ending(frozenset(), 7), Letters(["ab"])) == Emission(2, FinishReason.STOP, "ab")
+    assert emit([0, 1, 2], 5, Ending(frozenset(), 7), Letters(["abc"])) == Emission(2, FinishReason.LENGTH)
 
 
 # The promise

@@ -518,7 +518,27 @@ def test_nothing_left_but_rounding_is_drawn_from_p() -> None:
 
     p = np.array([0.0, 0.5, 0.5])
     q = Proposal(np.array([1, 2]), np.array([0.5, 0.5]))
-    assert multi_step(p, np.array([[1]]), [q], Refusing(np.array([[0.6]]))).tolist() == [2]
+    for number, token in ((0.4, 1), (0.6, 2)):
+        assert multi_step(p, np.array([[1]]), [q], Refusing(np.array([[number]]))).tolist() == [token]
+
+
+def test_nothing_is_decided_once_every_run_has_its_token() -> None:
+    """The first child of one run and the second of the other are taken, token 0 among them: no third, and no draw."""
+
+    @dataclass
+    class Scripted:
+        asked: list[int] = field(default_factory=list)
+
+        def accepts(self, sibling: int, probability: np.ndarray) -> np.ndarray:
+            self.asked.append(sibling)
+            return np.array([sibling == 0, sibling == 1])
+
+        def draw(self, weight: np.ndarray) -> np.ndarray:
+            raise AssertionError("both runs have their token")
+
+    p, q, dice = np.array([0.25, 0.75]), Proposal(np.array([0, 1]), np.array([0.5, 0.5])), Scripted()
+    assert multi_step(p, np.array([[0, 1, 1], [0, 0, 1]]), [q] * 3, dice).tolist() == [0, 0]
+    assert dice.asked == [0, 1]
 
 
 ROWS = [[0.0, 1.0, 2.0, 0.5], [2.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0]]
@@ -635,6 +655,13 @@ def test_typical_takes_the_likeliest_of_equally_deep_paths() -> None:
     assert typical_targets(tree, [0] * 4, log_rows(*[p] * 4), TYPICAL, 0.1, 1.0)[0] == 2
     even = (0.5, 0.5, 0.0)
     assert typical_targets(tree, [2] * 4, log_rows(*[even] * 4), TYPICAL, 0.1, 1.0)[0] == 0  # the first of equal ones
+
+
+def test_typical_refuses_a_child_that_is_as_likely_as_the_bound() -> None:
+    even = log_rows((0.5, 0.5), (0.5, 0.5))
+    tree = TokenTree.of([-1, 0], [0, 0])
+    assert typical_targets(tree, [1, 1], even, TYPICAL, 0.5, 9.0) == [1, 1]
+    assert typical_targets(tree, [1, 1], even, TYPICAL, 0.4999, 9.0) == [0, 1]
 
 
 def test_typical_never_refuses_the_targets_own_token() -> None:

@@ -81,6 +81,16 @@ def test_siblings_that_may_repeat_are_inserted_as_they_come() -> None:
     assert merged.token.tolist() == [5, 1, 1] and index.tolist() == [1, 1, 2] and merged.score[1] == -0.5
 
 
+@given(trees(), st.data())
+def test_extend_hangs_new_nodes_below_those_that_are_there(tree: TokenTree, data: st.DataObject) -> None:
+    new = data.draw(st.lists(st.tuples(st.integers(0, tree.size - 1), st.floats(-4, 0, width=32)), max_size=9))
+    parent, token = np.array([p for p, _ in new], np.int64), np.arange(10, 10 + len(new))  # tokens that are new
+    grown = tt.extend(tree, parent, token, np.array([s for _, s in new]))
+    want = {(*strings_of(tree, p), 10 + k): s for k, (p, s) in enumerate(new)}
+    assert strings(grown) == strings(tree) | want and grown.size == tree.size + len(new)
+    assert (grown.parent.dtype, grown.token.dtype, grown.score.dtype) == (np.int32, np.int32, np.float32)
+
+
 @given(trees(), st.integers(0, 50))
 def test_best_is_a_connected_top_n(tree: TokenTree, nodes: int) -> None:
     keep = tt.best(tree, nodes)
@@ -134,3 +144,19 @@ def test_insert_drops_what_hangs_below_a_missing_parent_or_beyond_capacity() -> 
 def test_of_refuses_what_is_no_tree(parent: list[int]) -> None:
     with pytest.raises(ValueError, match="parents must come before"):
         TokenTree.of(parent, [0] * len(parent))
+
+
+@pytest.mark.parametrize(
+    ("parent", "token", "score"),
+    [([], [], None), ([-1, 0], [5], None), ([-1], [5, 6], None), ([-1, 0], [5, 6], [0.0]), ([-1], [5], [0.0, -1.0])],
+)
+def test_of_refuses_columns_that_differ_in_length_or_are_empty(
+    parent: list[int], token: list[int], score: list[float] | None
+) -> None:
+    with pytest.raises(ValueError, match="columns differ in length or are empty"):
+        TokenTree.of(parent, token, score)
+
+
+def test_merge_refuses_trees_of_different_anchors() -> None:
+    with pytest.raises(ValueError, match=r"need one anchor, got \[5, 6\]"):
+        tt.merge([TokenTree.root(6), TokenTree.root(5)])

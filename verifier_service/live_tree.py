@@ -160,9 +160,9 @@ class LiveTree:
             self._drafts[draft].calibration.observe(raw, np.array([n in taken for n in nodes]))
 
     def node_ids(self, draft: int, path: Sequence[int]) -> tuple[int, ...]:
-        """This draft's ids of the nodes on ``path``, 0 where it did not draw one."""
+        """This draft's ids of the nodes on ``path`` (anchor excluded), 0 where it did not draw one."""
         view = self._drafts.get(draft)
-        ids = {place: node_id for node_id, place in view.places.items() if place > 0} if view else {}
+        ids = {place: node_id for node_id, place in view.places.items()} if view else {}
         return tuple(ids.get(node, 0) for node in path)
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class LiveTree:
         oldest = len(self._text) - REMEMBERED_POSITIONS
         for view in self._drafts.values():
             places = ((i, moved.get(p, GONE) if p >= 0 else p) for i, p in view.places.items())
-            view.places = {i: p for i, p in places if p >= 0 or (p <= -2 and -2 - p >= oldest)}
+            view.places = {i: p for i, p in places if p >= 0 or (p != GONE and -2 - p >= oldest)}
 
     def _reroot(self, anchor: int) -> dict[int, int]:
         """Makes ``anchor`` the root (GONE: an empty trie); returns where the nodes below it went."""

@@ -144,20 +144,19 @@ class Session:
     published: int = 0  # pages from the start that are published, or known by another page
     node_room: int = 0  # nodes that the pages have room for in the next step
     drafts: dict[int, AttachedDraft] = field(default_factory=dict)  # by link
-    committed_s: float = 0.0  # when the last commit went out
+    committed_s: float = field(init=False)  # when the last commit went out
     served: int = 0  # the higher, the later it was in a step
     budget: int = 0  # nodes asked of the drafts for this round
     stats: Stats = field(default_factory=Stats)
-    history: History | None = field(init=False, default=None)  # None: nothing processes the logits
-    matcher: Matcher | None = field(init=False, default=None)  # behind the committed text; None: no constraint
+    history: History | None = field(init=False)  # None: nothing processes the logits
+    matcher: Matcher | None = field(init=False)  # behind the committed text; None: no constraint
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.resume]
-        if processors := self.request.sampling.processors:
-            self.history = History(processors, self.tokens, len(self.request.prompt))
-        assert not self.request.constraint or self.request.grammar
-        if grammar := self.request.grammar:
-            self.matcher = grammar.matcher(self.request.resume)
+        processors, grammar = self.request.sampling.processors, self.request.grammar
+        self.history = History(processors, self.tokens, len(self.request.prompt)) if processors else None
+        assert not self.request.constraint or grammar
+        self.matcher = grammar.matcher(self.request.resume) if grammar else None
         self.tree = LiveTree(self.tokens, self.live_nodes, sampled=self.request.sampled)
         self.committed_s = self.admitted_s
 

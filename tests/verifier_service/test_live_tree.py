@@ -12,7 +12,7 @@ from draftwood import tree as tt
 from draftwood.acceptance import sibling_score
 from draftwood.tree import Proposal
 from verifier_service.calibration import Calibration
-from verifier_service.live_tree import REMEMBERED_EPOCHS, REMEMBERED_POSITIONS, LiveTree, Nodes
+from verifier_service.live_tree import LiveTree, Nodes
 
 Text = tuple[int, ...]
 
@@ -141,26 +141,35 @@ def test_an_unknown_draft_drew_nothing() -> None:
     live.detach(0)
 
 
-def test_growth_of_a_forgotten_or_future_epoch_is_stale() -> None:
+def test_growth_of_a_future_epoch_or_of_one_64_ago_is_stale() -> None:
     live = LiveTree([5], 10)
     live.attach(0, Calibration())
-    for _ in range(REMEMBERED_EPOCHS):
+    for _ in range(64):
         live.commit([5])
     assert live.grow(0, nodes(0, 1, [0], [5])) == 1, "as many anchors are remembered as there are epochs, no more"
     assert live.grow(0, nodes(1, 2, [0], [5])) == 0
-    assert live.grow(0, nodes(REMEMBERED_EPOCHS + 1, 3, [0], [5])) == 1
-    assert live.grow(0, nodes(REMEMBERED_EPOCHS, 4, [0], [6])) == 0
+    assert live.grow(0, nodes(65, 3, [0], [5])) == 1
+    assert live.grow(0, nodes(64, 4, [0], [6])) == 0
     assert live.size == 2
 
 
-def test_committed_nodes_are_known_for_a_while() -> None:
+def test_committed_nodes_are_known_for_512_positions() -> None:
     live = LiveTree([5], 10)
     live.attach(0, Calibration())
     live.grow(0, nodes(0, 1, [0, 1], [6, 7]))
-    live.commit([6] + [9] * (REMEMBERED_POSITIONS - 1))  # node 1 is at position 1 of 513, 512 of which are remembered
+    live.commit([6] + [9] * 511)  # node 1 is at position 1 of 513, 512 of which are remembered
     assert live.grow(0, nodes(1, 3, [1, 2], [9, 9])) == 1, "node 1 is on the text, node 2 is not"
     live.commit([9])
     assert live.grow(0, nodes(2, 5, [1], [9])) == 1
+
+
+def test_an_id_that_has_become_the_anchor_of_a_long_text_is_known() -> None:
+    live = LiveTree([5] * 600, 10)
+    live.attach(0, Calibration())
+    live.grow(0, nodes(0, 1, [0, 1], [6, 7]))
+    live.commit([6])
+    assert live.grow(0, nodes(0, 3, [1, 2], [8, 9])) == 0
+    assert (live.tree().parent.tolist(), live.tree().token.tolist()) == ([-1, 0, 0, 1], [6, 7, 8, 9])
 
 
 def test_a_late_child_of_the_committed_text_that_agrees_with_it_is_no_new_node() -> None:

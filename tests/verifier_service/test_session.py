@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from draftwood.acceptance import Ending, Rule
+from draftwood.processors import ProcessorParams
 from draftwood.sampling import SamplingParams
-from verifier_service.session import MISSES_UNTIL_LAGGING, AttachedDraft, GenerateRequest, Session
+from verifier_service.session import AttachedDraft, GenerateRequest, Session
 
 
 def session(resume: tuple[int, ...] = (), **more: object) -> Session:
@@ -30,19 +33,41 @@ def test_the_lengths_follow_the_text() -> None:
 
 def test_a_session_begins_with_nothing_done() -> None:
     s = session()
-    assert (s.cached, s.budget, s.drafts) == (0, 0, {})
-    stats = s.stats
-    assert (stats.steps, stats.verified, stats.accepted, stats.stale, stats.first_token_s) == (0, 0, 0, 0, 0.0)
+    assert (s.cached, s.published, s.node_room, s.served, s.budget, s.drafts) == (0, 0, 0, 0, 0, {})
+    assert (s.history, s.matcher) == (None, None)
+    numbers = [value for value in dataclasses.asdict(s.stats).values() if isinstance(value, int | float)]
+    assert numbers and not any(numbers)
 
 
-def test_a_draft_that_has_missed_too_often_is_lagging() -> None:
+def test_a_session_runs_while_it_holds_pages() -> None:
+    s = session()
+    assert not s.running
+    s.pages = [0]
+    assert s.running is True
+    s.pages = []
+    assert s.running is False
+
+
+def test_a_request_with_a_deadline_counts_twice_and_none_has_one_unasked() -> None:
+    assert (session().request.deadline_ms, session().request.weight) == (0, 1)
+    assert [session(deadline_ms=ms).request.weight for ms in (1, 5000)] == [2, 2]
+
+
+def test_what_processes_the_logits_counts_resumed_tokens_as_generated() -> None:
+    s = session(resume=(4,), sampling=SamplingParams(1.0, processors=ProcessorParams(presence_penalty=1.0)))
+    assert s.history is not None
+    assert s.history.output_tokens == 1
+    s.tree.commit([5, 4])
+    tokens, occurrences = s.history.counted()
+    assert (tokens.tolist(), occurrences.tolist()) == ([4, 5], [2, 1]), "the text since the prompt, as it grows"
+
+
+def test_a_draft_that_has_missed_three_steps_in_a_row_is_lagging() -> None:
     draft = AttachedDraft(1)
     assert (draft.complete_epoch, draft.known, draft.asleep, draft.misses, draft.lagging) == (-1, 0, False, 0, False)
-    draft.misses = MISSES_UNTIL_LAGGING - 1
-    assert not draft.lagging
-    draft.misses += 1
-    assert draft.lagging
-    assert MISSES_UNTIL_LAGGING > 1, "one late round may happen to anybody"
+    for misses in range(5):
+        draft.misses = misses
+        assert draft.lagging == (misses >= 3), "one late round may happen to anybody, three in a row do not"
 
 
 def test_drafts_are_awaited_while_their_round_is_open_and_nodes_are_wanted() -> None:
@@ -54,7 +79,7 @@ def test_drafts_are_awaited_while_their_round_is_open_and_nodes_are_wanted() -> 
     assert s.awaited() == [early, late]
     early.complete_epoch = 0
     assert s.awaited() == [late] and s.has_drafted
-    late.misses = MISSES_UNTIL_LAGGING
+    late.misses = 3
     assert s.awaited() == []
     s.tree.commit([9])
     assert s.awaited() == [early], "the next epoch is a round of its own"
