@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from draftwood import tree as tt
-from draftwood.acceptance import sibling_score
+from draftwood.acceptance import Rule, sibling_score
+from draftwood.errors import InvalidArgument
 from draftwood.tree import Proposal
 from verifier_service.calibration import Calibration
-from verifier_service.live_tree import LiveTree, Nodes
+from verifier_service.live_tree import LiveTree, Nodes, check_growth
 
 Text = tuple[int, ...]
 
@@ -283,3 +284,17 @@ def test_no_more_sampled_nodes_than_fit() -> None:
     live = sampled(capacity=3)
     assert live.grow(0, nodes(0, 1, [0, 0, 0, 3], [1, 1, 2, 1], drawn={0: Q, 3: Q})) == 2
     assert live.size == 3
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_growth_of_epochs_to_come_or_with_distributions_that_the_rule_has_no_use_for_is_refused(rule: Rule) -> None:
+    q = Proposal(np.array([1, 2]), np.array([0.5, 0.5]))
+    own, other = ({0: q}, {}) if rule is Rule.REJECTION else ({}, {0: q})
+    check_growth(nodes(3, 1, [0], [1], drawn=own), 3, rule)
+    check_growth(nodes(3, 1, [], []), 3, rule)
+    with pytest.raises(InvalidArgument, match="epoch 4 is ahead of the session's 3") as ahead:
+        check_growth(nodes(4, 1, [0], [1], drawn=own), 3, rule)
+    assert (ahead.value.reason, ahead.value.field) == ("TREE_EPOCH", "growth.epoch")
+    with pytest.raises(InvalidArgument, match=rule.name) as wrong:
+        check_growth(nodes(3, 1, [0], [1], drawn=other), 3, rule)
+    assert (wrong.value.reason, wrong.value.field) == ("TREE_BAD_Q", "growth.drawn")
