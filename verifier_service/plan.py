@@ -249,7 +249,10 @@ class Planner:
             self.reason = "baseline"
             return np.inf
         rows = len(log_reach) + self._least_chunk + np.arange(1 + nodes)
-        lowest = admit(log_reach, self.times(rows, self._load), self.outlook.overhead_s, self._prefilling)
+        step_s = self.times(rows, self._load)
+        # What decoding would have written in the time of the chunk.
+        chunk = len(log_reach) * float(step_s[0] / self.times(rows[:1] - self._least_chunk, self._load)[0] - 1)
+        lowest = admit(log_reach, step_s, self.outlook.overhead_s, max(0.0, chunk))
         self._narrow_steps = self._narrow_steps + 1 if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
             self.reason = "all" if all(len(r) == 0 or r.min() >= lowest for r in log_reach) else "cost"
@@ -320,7 +323,7 @@ class Planner:
 
     def _situation(self, parts: Sequence[Part]) -> Situation:
         share = round(sum(self.share(part.session) for part in parts) / len(parts))
-        return Situation(self._decoding, self._load, share, self._prefilling, self._least_chunk)
+        return Situation(self._decoding, self._load, share)
 
     def _record(
         self,
@@ -341,10 +344,11 @@ class Planner:
         self.outlook.observe_overhead(seconds - forward_s)
         if seconds > HELD_UP * (forward_s + self.outlook.overhead_s) or self.reason == "baseline":
             return
-        # A step that is mostly prefill tells little: of the load, few decode yet, and drafts read the prompts as well.
-        work, plain_work = self._expected * self.outlook.truth + at.prefilling, at.sessions + at.prefilling
-        took = seconds / (plain_s + prefill_s)
-        self.gate.record(work / plain_work, took, predicted, at.load, weight=at.sessions / plain_work)
+        # Prefill is worth its time. A step that is mostly prefill tells little: few sessions of the load decode yet,
+        # and drafts read the prompts as well.
+        worth_s = self._expected * self.outlook.truth / at.sessions * plain_s + prefill_s
+        whole_s, decoding = plain_s + prefill_s, at.sessions / (at.sessions + self._prefilling)
+        self.gate.record(worth_s / whole_s, seconds / whole_s, predicted, at.load, weight=decoding)
 
     def paused(self) -> None:
         """The time until the next step is not that step's."""

@@ -29,6 +29,12 @@ DWELL_STEPS = 12
 SHUT_BELOW, OPEN_ABOVE = 1.0, 1.02
 """Advantages over plain decoding at which drafts are switched off and on."""
 
+CLEARLY, CLEAR_STEPS = 1.1, 8
+"""Measured advantage at which drafts that are on stay so, and steps that it takes to measure it."""
+
+WARY, MOST_WARY = 0.04, 5
+"""How much more of an advantage must be predicted for each time in a row that drafts were on and lost time."""
+
 TRIAL_SHARE = 0.02
 """Of the time, at most, that goes to finding out again that drafts do not pay."""
 
@@ -38,7 +44,7 @@ SETTLING_STEPS = 3
 SMOOTH = 0.1
 """Weight of one step in the running means."""
 
-FOLLOW, HESITATE, FOLLOW_STEPS = 0.15, 0.04, 20
+FOLLOW, HESITATE, FOLLOW_STEPS = 0.25, 0.04, 20
 """Weights of one step in the advantage: while drafts are on and for so many steps at a new load level, and else.
 
 Predictions for drafts that are off swing with every session that comes and goes, and nothing corrects them.
@@ -145,33 +151,30 @@ def _follow(mean: float, seen: float, weight: float, most: float) -> float:
 
 
 def admit(
-    log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64], overhead_s: float, prefilling: int = 0
+    log_reach: Sequence[NDArray[np.float64]], step_s: NDArray[np.float64], overhead_s: float, prefill: float = 0.0
 ) -> float:
     """The nodes that pay, as the lowest log survival admitted (+inf: none).
 
-    A prefilling session's chunk counts like a token: nodes make it wait, too.
-
     ``log_reach[s]`` are the log survivals of session s's nodes, the anchor left out; ``step_s[n]`` is the time of a
     step with n nodes, for n from 0 to all of them; ``overhead_s`` is what it costs besides (waiting, host work).
+    ``prefill`` is what the step's chunk is worth, in tokens: nodes make it wait, too.
     """
     if not any(len(reach) for reach in log_reach):
         return np.inf
     reach = np.concatenate(log_reach)
     order = np.argsort(-reach, kind="stable")
-    gain = len(log_reach) + prefilling + np.concatenate([[0.0], np.cumsum(np.exp(reach[order]))])
+    gain = len(log_reach) + prefill + np.concatenate([[0.0], np.cumsum(np.exp(reach[order]))])
     count = int(np.argmax(gain / (step_s + overhead_s)))
     return float(reach[order[count - 1]]) if count else np.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Who is served: decoding and prefilling sessions, rows of prefill, and nodes that a session may have verified."""
+    """Who is served: decoding sessions, the load level, and nodes that a session may have verified."""
 
     sessions: int
     load: int
     share: int
-    prefilling: int = 0
-    chunk: int = 0
 
 
 class Outlook:
@@ -214,14 +217,39 @@ class Outlook:
         self.overhead_s = median(self._overheads)
 
     def advantage(self, at: Situation, times: StepTimes) -> float:
-        """Work a second with drafts over that without, at the best width that the share allows (see ``admit``)."""
-        with_chunk, without = times(np.array([at.sessions + at.chunk, at.sessions]), at.load)
-        plain_s = times.plain(at.sessions, at.load) + max(0.0, float(with_chunk - without))
+        """Tokens a second with drafts over those without, at the best width that the share allows."""
         gain = self._gain[: at.share + 1]
-        rows = at.sessions * (1 + np.arange(len(gain))) + at.chunk
-        work = at.sessions * (1 + gain) + at.prefilling
-        best = np.max(work / (times(rows, at.load) + self.overhead_s))
-        return float(best) * plain_s / (at.sessions + at.prefilling)
+        rows = at.sessions * (1 + np.arange(len(gain)))
+        best = np.max((1 + gain) / (times(rows, at.load) + self.overhead_s))
+        return float(best) * times.plain(at.sessions, at.load)
+
+
+@dataclass(slots=True)
+class _Level:
+    """Steps with drafts at a load level, means."""
+
+    earned: float = 0.0
+    took: float = 0.0
+    owed: float = 0.0  # what had been predicted of a step that takes as long
+    seen: float = 0.0  # weight of the steps since drafts were switched on
+
+    def record(self, earned: float, took: float, predicted: float, weight: float) -> None:
+        first = not self.took
+        self.seen += weight
+        share = 1.0 if first else weight * max(SMOOTH, 1 / self.seen)
+        self.earned += share * (earned - self.earned)
+        self.took += share * (took - self.took)
+        self.owed += share * (predicted * took - self.owed)
+
+    @property
+    def shortfall(self) -> float:
+        return self.earned / self.owed
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafts clearly do, whatever is predicted: a prediction that has just become better falls too far,
+        as what falls short was learnt from the ones before."""
+        return self.seen >= CLEAR_STEPS and self.earned > CLEARLY * self.took
 
 
 @dataclass
@@ -243,13 +271,12 @@ class SpeculationGate:
     _steps: int = 0  # since the last change
     _settling: int = SETTLING_STEPS
     _hold: int = 0
+    _failures: int = 0  # times in a row that drafts were on and lost time
     _records: int = 0  # since it was opened
     _lost: float = 0.0  # since then, in plain steps: time that drafts have cost more than they have earned
-    _earned: dict[int, float] = field(default_factory=dict)  # by load level, means: work of a step with drafts
-    _owed: dict[int, float] = field(default_factory=dict)  # and what had been predicted of a step that takes as long
-    _seen: dict[int, float] = field(default_factory=dict)  # by load level: weight of the records since it was opened
-    _smooth: float | None = None  # log advantage
-    _load: int = 0
+    _levels: dict[int, _Level] = field(default_factory=dict)
+    _smooth: float = 0.0  # log advantage
+    _load: int = -1
     _load_steps: int = 0  # at this load level
 
     def record(self, earned: float, took: float, predicted: float, load: int, weight: float = 1.0) -> None:
@@ -265,10 +292,7 @@ class SpeculationGate:
             self._settling = max(0, self._settling - 1)
             return
         self._records += 1
-        self._seen[load] = seen = self._seen.get(load, 0.0) + weight
-        for means, value in ((self._earned, earned), (self._owed, predicted * took)):
-            mean = means.get(load, value)
-            means[load] = mean + weight * max(SMOOTH, 1 / seen) * (value - mean)
+        self._levels.setdefault(load, _Level()).record(earned, took, predicted, weight)
 
     def step(self, predicted: float, load: int) -> None:
         """One step has passed; ``predicted`` is the advantage predicted at the load of now."""
@@ -276,30 +300,37 @@ class SpeculationGate:
         now = float(np.log(predicted)) + self._shortfall(load)
         self._load, self._load_steps = load, self._load_steps + 1 if load == self._load else 0
         weight = FOLLOW if self.open or self._load_steps < FOLLOW_STEPS else HESITATE
-        self._smooth = now if self._smooth is None else self._smooth + weight * (now - self._smooth)
+        self._smooth = self._smooth + weight * (now - self._smooth) if self._load_steps else now
         self.advantage = float(np.exp(self._smooth))
         if self._steps < DWELL_STEPS or (self.open and self._records < DWELL_STEPS - SETTLING_STEPS):
             return
-        doubt = 0.05 if self._records < 2 * DWELL_STEPS else 0.0
-        if self.open and self.advantage < SHUT_BELOW - doubt:
+        doubt = 0.05 if self._records < 2 * DWELL_STEPS and predicted > SHUT_BELOW else 0.0
+        pays = load in self._levels and self._levels[load].pays
+        if self.open and self.advantage < SHUT_BELOW - doubt and not pays:
             doubled = min(self.longest_hold, max(self.first_hold, 2 * self._hold))
             self._hold = max(doubled, int(self._lost / TRIAL_SHARE))
+            self._failures = self._failures + 1 if self._lost > 0 else 0
             self._change()
-        elif not self.open and (self.advantage > OPEN_ABOVE or self._steps >= self._hold):
-            self._hold = 0 if self.advantage > OPEN_ABOVE else self._hold
+        elif not self.open and (self.advantage > self._open_above or self._steps >= self._hold):
+            self._hold = 0 if self.advantage > self._open_above else self._hold
             self._change()
         elif self.open and self._steps >= 8 * DWELL_STEPS:
             self._hold = 0
 
+    @property
+    def _open_above(self) -> float:
+        return OPEN_ABOVE + WARY * min(self._failures, MOST_WARY)
+
     def _shortfall(self, load: int) -> float:
         """Log of measured over predicted."""
-        if not self._earned:
+        if not self._levels:
             return 0.0
-        nearest = min(self._earned, key=lambda known: abs(known - load))
-        return float(np.log(self._earned[nearest] / self._owed[nearest])) * 0.5 ** abs(nearest - load)
+        nearest = min(self._levels, key=lambda known: abs(known - load))
+        return float(np.log(self._levels[nearest].shortfall)) * 0.5 ** abs(nearest - load)
 
     def _change(self) -> None:
         self.open, self._steps = not self.open, 0
         if self.open:
             self._records, self._settling, self._lost = 0, SETTLING_STEPS, 0.0
-            self._seen.clear()
+            for level in self._levels.values():
+                level.seen = 0.0
