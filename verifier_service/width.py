@@ -100,7 +100,7 @@ class StepTimes:
         """Learns from a step of ``seconds`` over ``rows`` rows at a load level; ``plain``: one row a session."""
         if seconds <= 0:
             return
-        factor = seconds / float(self._measured(np.array([rows]))[0])
+        factor = seconds / float(self.at_start(np.array([rows]))[0])
         if plain:
             self._plain_factors.setdefault(load, deque(maxlen=PLAIN_STEPS)).append(factor)
         else:
@@ -111,7 +111,7 @@ class StepTimes:
 
     def __call__(self, rows: NDArray[np.int64], load: int) -> NDArray[np.float64]:
         """Seconds of steps over ``rows`` rows at a load level."""
-        return self._measured(rows) * _nearest(self._factors, load, 1.0)
+        return self.at_start(rows) * self.slowness(load)
 
     def knows_plain(self, load: int) -> bool:
         """Whether enough plain steps have been seen at this load level."""
@@ -121,7 +121,7 @@ class StepTimes:
         """Seconds of a step of plain decoding."""
         seen = _nearest(self._plain_factors, load, None)
         factor = median(seen) if seen else _nearest(self._factors, load, 1.0)
-        return float(self._measured(np.array([sessions]))[0]) * factor
+        return float(self.at_start(np.array([sessions]))[0]) * factor
 
     def drift(self, rows: int, seconds: float, load: int) -> float:
         """How many times its usual time a step with nodes took.
@@ -130,10 +130,15 @@ class StepTimes:
         """
         if load not in self._tree_factors:
             return 1.0
-        usual = float(self._measured(np.array([rows]))[0]) * self._tree_factors[load][0]
+        usual = float(self.at_start(np.array([rows]))[0]) * self._tree_factors[load][0]
         return float(np.clip(seconds / usual, 0.5, 4.0))
 
-    def _measured(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def slowness(self, load: int) -> float:
+        """How many times as long as at the start steps take lately at this load level."""
+        return _nearest(self._factors, load, 1.0)
+
+    def at_start(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """T(rows) as it was measured."""
         grid, seconds = self._rows, self._seconds
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (grid[-1] - grid[-2])) if len(grid) > 1 else seconds[0] / grid[0]
         out: NDArray[np.float64] = np.interp(rows, grid, seconds) + slope * np.maximum(0, rows - grid[-1])
@@ -217,11 +222,15 @@ class Outlook:
         self.overhead_s = median(self._overheads)
 
     def advantage(self, at: Situation, times: StepTimes) -> float:
-        """Tokens a second with drafts over those without, at the best width that the share allows."""
+        """Tokens a second with drafts over those without, at the best width that the share allows.
+
+        By T as it was at the start: what has been learnt since comes and goes with the machine's other work, and not
+        at the same time for plain steps, which are rare while drafts are on.
+        """
         gain = self._gain[: at.share + 1]
-        rows = at.sessions * (1 + np.arange(len(gain)))
-        best = np.max((1 + gain) / (times(rows, at.load) + self.overhead_s))
-        return float(best) * times.plain(at.sessions, at.load)
+        step_s = times.at_start(at.sessions * (1 + np.arange(len(gain))))
+        rate = (1 + gain) / (step_s + self.overhead_s / times.slowness(at.load))
+        return float(rate.max() * step_s[0])
 
 
 @dataclass(slots=True)
