@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 STRETCH = 1.35
 LEAST_CHUNK = 8
-LEAST_ROWS = 2
+LEAST_ROWS = 4
 
 
 class PrefillCost:
