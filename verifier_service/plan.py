@@ -250,9 +250,11 @@ class Planner:
             return np.inf
         rows = len(log_reach) + self._least_chunk + np.arange(1 + nodes)
         step_s = self.times(rows, self._load)
-        # What decoding would have written in the time of the chunk.
-        chunk = len(log_reach) * float(step_s[0] / self.times(rows[:1] - self._least_chunk, self._load)[0] - 1)
-        lowest = admit(log_reach, step_s, self.outlook.overhead_s, max(0.0, chunk))
+        chunk = 0.0  # what decoding would have written in the time of the chunk
+        if self._least_chunk:
+            without_s = float(self.times(rows[:1] - self._least_chunk, self._load)[0])
+            chunk = max(0.0, len(log_reach) * (float(step_s[0]) / without_s - 1))
+        lowest = admit(log_reach, step_s, self.outlook.overhead_s, chunk)
         self._narrow_steps = self._narrow_steps + 1 if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
             self.reason = "all" if all(len(r) == 0 or r.min() >= lowest for r in log_reach) else "cost"

@@ -120,7 +120,7 @@ class StepTimes:
     def plain(self, sessions: int, load: int) -> float:
         """Seconds of a step of plain decoding."""
         seen = _nearest(self._plain_factors, load, None)
-        factor = median(seen) if seen else _nearest(self._factors, load, 1.0)
+        factor = median(seen) if seen else self.slowness(load)
         return float(self.at_start(np.array([sessions]))[0]) * factor
 
     def drift(self, rows: int, seconds: float, load: int) -> float:
@@ -267,10 +267,11 @@ class SpeculationGate:
 
     The advantage is the predicted one at the present load, times how far the steps with drafts at that load have
     fallen short of their predictions; of a load not seen yet, what fell short at the nearest is taken, and half as
-    much for each level between. Drafts go off below ``SHUT_BELOW`` and on above ``OPEN_ABOVE``, and every choice is
-    held for ``DWELL_STEPS`` (vllm#49548 shows what the lack of such a hold does). As drafts that are off teach
-    nothing, they are tried again after ``first_hold`` steps, and after twice as many each time that fails; but only
-    when so many steps have passed that the time lost by the trial is no more than ``TRIAL_SHARE`` of theirs.
+    much for each level between. Drafts go off below ``SHUT_BELOW``, unless what was measured says clearly that they
+    pay, and on above ``OPEN_ABOVE``, or ``WARY`` more for each failure in a row, and every choice is held for
+    ``DWELL_STEPS`` (vllm#49548 shows what the lack of such a hold does). As drafts that are off teach nothing, they
+    are tried again after ``first_hold`` steps, and after twice as many each time that fails; but only when so many
+    steps have passed that the time lost by the trial is no more than ``TRIAL_SHARE`` of theirs.
     """
 
     first_hold: int = 160
