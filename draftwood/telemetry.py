@@ -23,7 +23,7 @@ SessionState = Literal["waiting", "running", "preempted"]
 PageOwner = Literal["free", "cached", "session"]
 PageEvent = Literal["reused", "published", "evicted"]
 StepPart = Literal["wait", "plan", "forward", "sample", "commit"]
-WidthReason = Literal["no_nodes", "shut", "baseline", "cost", "all", "probe", "full"]
+WidthReason = Literal["no_nodes", "shut", "baseline", "cost", "all", "probe", "full", "prefill"]
 
 MOST_DEPTH: Final = 16
 """Deeper nodes count as this deep in metrics."""

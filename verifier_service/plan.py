@@ -19,7 +19,7 @@ from draftwood.telemetry import WidthReason
 from draftwood.tree import BoolArray, IndexArray, TokenTree
 from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split
 from verifier_service.session import Session
-from verifier_service.width import Outlook, Policy, Situation, SpeculationGate, StepTimes, admit
+from verifier_service.width import SHUT_BELOW, Outlook, Policy, Situation, SpeculationGate, StepTimes, admit
 
 PROBE_STEPS = 32
 """Steps without a node, though there were some to verify, after which one step takes them all to measure it anew."""
@@ -107,6 +107,8 @@ class Planner:
         self._foreseen = (Situation(0, 0, 0), 1.0)  # the last situation, and the advantage predicted of it
         self._prefilling = 0  # sessions
         self._least_chunk = 0  # rows that are theirs in any case
+        self._chunk_s = 0.0  # time of the last chunk, by T as it was at the start
+        self._prefill_first = False  # no drafts in this step, for the sake of the prefill
 
     # --- load and shares ---
 
@@ -177,6 +179,7 @@ class Planner:
         kept_for_prefill = min(LEAST_CHUNK, most // 2, sum(s.pending for s in prefilling))
         decoding = [s for s in ready if s.decoding][: most - kept_for_prefill]
         self._prefilling, self._least_chunk = len(prefilling), kept_for_prefill
+        self._prefill_first = bool(prefilling and decoding) and self._drafts_delay(decoding)
         parts = self._decode_parts(decoding, most - kept_for_prefill - len(decoding))
         if prefilling:
             rows = sum(len(part.rows.token) for part in parts)
@@ -191,6 +194,12 @@ class Planner:
         if not session.decoding or not session.awaited():
             return True
         return now >= session.committed_s + self.wait_limit(usual_round(session))
+
+    def _drafts_delay(self, decoding: Sequence[Session]) -> bool:
+        """Whether drafts would cost the sessions that read their prompts more than they bring those that decode."""
+        if self._settings.width != "adaptive":
+            return False
+        return self.outlook.advantage(self._situation(decoding), self.times) < SHUT_BELOW
 
     def _decode_parts(self, sessions: Sequence[Session], spare_rows: int) -> list[Part]:
         candidates = [self._candidates(s) for s in sessions]
@@ -216,6 +225,8 @@ class Planner:
         if decode_rows:
             curve = self.times(decode_rows + np.arange(most_rows + 1), self._load)
             most_rows = self._prefill_cost.chunk(curve)
+            rows = min(most_rows, sum(s.pending for s in sessions))
+            self._chunk_s = float(curve[rows] - curve[0]) / self.times.slowness(self._load)
         sessions = sessions[: max(1, most_rows // LEAST_CHUNK)]
         counts = fair_split([s.pending for s in sessions], most_rows, self._turn)
         return [_prefill_part(s, count) for s, count in zip(sessions, counts, strict=True) if count]
@@ -245,15 +256,18 @@ class Planner:
         if not nodes or not self.gate.open:
             self.reason = "no_nodes" if self.gate.open else "shut"
             return np.inf
+        if self._prefill_first:
+            self.reason = "prefill"
+            return np.inf
         if self._baseline_is_due():
             self.reason = "baseline"
             return np.inf
         rows = len(log_reach) + self._least_chunk + np.arange(1 + nodes)
         step_s = self.times(rows, self._load)
-        chunk = 0.0  # what decoding would have written in the time of the chunk
+        chunk = 0.0  # tokens that would have come in the time of the chunk
         if self._least_chunk:
             without_s = float(self.times(rows[:1] - self._least_chunk, self._load)[0])
-            chunk = max(0.0, len(log_reach) * (float(step_s[0]) / without_s - 1))
+            chunk = max(0.0, float(step_s[0]) - without_s) / self._token_s()
         lowest = admit(log_reach, step_s, self.outlook.overhead_s, chunk)
         self._narrow_steps = self._narrow_steps + 1 if lowest == np.inf else 0
         if self._narrow_steps <= PROBE_STEPS:
@@ -278,7 +292,8 @@ class Planner:
 
     def budget(self, session: Session, wanted: float) -> int:
         """Nodes to ask the session's drafts for, given what it could use; 0: none for now."""
-        if session.remaining <= 1 or not (self._settings.width == "full" or self.gate.open):
+        wanted_at_all = self._settings.width == "full" or (self.gate.open and not self._prefill_first)
+        if session.remaining <= 1 or not wanted_at_all:
             return 0
         return min(self.share(session), max(LEAST_BUDGET, round(wanted)))
 
@@ -315,7 +330,9 @@ class Planner:
         drafted = [part.session.has_drafted for part in parts if part.session.drafts]
         if not drafted:  # steps of sessions that have no drafts do not bring the next trial nearer
             return
-        situation = self._situation(parts)
+        if self._prefill_first and self.gate.open:
+            return
+        situation = self._situation([part.session for part in parts])
         if self.gate.open or situation != self._foreseen[0] or self._turn % LOOK_STEPS == 0:
             self._foreseen = situation, self.outlook.advantage(situation, self.times)
         predicted = self._foreseen[1]
@@ -323,9 +340,14 @@ class Planner:
             self._record(parts, situation, predicted, tokens, seconds, forward_s, prefill_s)
         self.gate.step(predicted, situation.load)
 
-    def _situation(self, parts: Sequence[Part]) -> Situation:
-        share = round(sum(self.share(part.session) for part in parts) / len(parts))
-        return Situation(self._decoding, self._load, share)
+    def _situation(self, stepping: Sequence[Session]) -> Situation:
+        share = round(sum(map(self.share, stepping)) / len(stepping))
+        return Situation(self._decoding, self._load, share, self._prefilling, self._chunk_s if self._prefilling else 0.0)
+
+    def _token_s(self) -> float:
+        """Seconds that a token costs in plain decoding once all that read now decode, too."""
+        everyone = self._decoding + self._prefilling
+        return self.times.plain(everyone, self._load) / everyone
 
     def _record(
         self,
@@ -339,18 +361,20 @@ class Planner:
     ) -> None:
         """What a step with drafts was worth, for the gate."""
         rows = sum(part.tree.size for part in parts)
-        plain_s = self.times.plain(at.sessions, at.load)
+        plain_s, drift = self.times.plain(at.sessions, at.load), 1.0
         if rows > len(parts):
-            plain_s *= self.times.drift(rows, forward_s - prefill_s, at.load)
+            drift = self.times.drift(rows, forward_s - prefill_s, at.load)
             self.outlook.observe_tokens(tokens, self._expected)
         self.outlook.observe_overhead(seconds - forward_s)
         if seconds > HELD_UP * (forward_s + self.outlook.overhead_s) or self.reason == "baseline":
             return
-        # Prefill is worth its time. A step that is mostly prefill tells little: few sessions of the load decode yet,
-        # and drafts read the prompts as well.
-        worth_s = self._expected * self.outlook.truth / at.sessions * plain_s + prefill_s
-        whole_s, decoding = plain_s + prefill_s, at.sessions / (at.sessions + self._prefilling)
-        self.gate.record(worth_s / whole_s, seconds / whole_s, predicted, at.load, weight=decoding)
+        # A step that is mostly prefill tells little: few sessions of the load decode yet, and drafts read the prompts.
+        token_s = self._token_s() * drift
+        work_s = self._expected * self.outlook.truth * token_s + prefill_s
+        plain_work_s = at.sessions * token_s + prefill_s
+        took = seconds / (plain_s * drift + prefill_s)
+        decoding = at.sessions / (at.sessions + at.reading)
+        self.gate.record(work_s / plain_work_s, took, predicted, at.load, weight=decoding)
 
     def paused(self) -> None:
         """The time until the next step is not that step's."""

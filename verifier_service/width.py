@@ -44,6 +44,10 @@ SETTLING_STEPS = 3
 SMOOTH = 0.1
 """Weight of one step in the running means."""
 
+CARRIED_STEPS = 4.0
+"""Steps that what is known already counts for when drafts are switched on, or a load level is new: the first steps
+after that, and those mostly of prefill, tell little alone."""
+
 FOLLOW, HESITATE, FOLLOW_STEPS = 0.25, 0.04, 20
 """Weights of one step in the advantage: while drafts are on and for so many steps at a new load level, and else.
 
@@ -175,11 +179,16 @@ def admit(
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Who is served: decoding sessions, the load level, and nodes that a session may have verified."""
+    """Who is served: decoding sessions, the load level, and nodes that a session may have verified.
+
+    ``reading`` sessions have prefill left, and a chunk of it takes ``chunk_s``.
+    """
 
     sessions: int
     load: int
     share: int
+    reading: int = 0
+    chunk_s: float = 0.0
 
 
 class Outlook:
@@ -222,30 +231,33 @@ class Outlook:
         self.overhead_s = median(self._overheads)
 
     def advantage(self, at: Situation, times: StepTimes) -> float:
-        """Tokens a second with drafts over those without, at the best width that the share allows.
+        """Work a second with drafts over that without, at the best width that the share allows.
 
+        A chunk of prefill is worth its time, a token what one costs once all sessions decode: while most of them
+        still read, drafts for the few others keep all of those waiting.
         By T as it was at the start: what has been learnt since comes and goes with the machine's other work, and not
         at the same time for plain steps, which are rare while drafts are on.
         """
         gain = self._gain[: at.share + 1]
-        step_s = times.at_start(at.sessions * (1 + np.arange(len(gain))))
-        rate = (1 + gain) / (step_s + self.overhead_s / times.slowness(at.load))
-        return float(rate.max() * step_s[0])
+        decode_s = times.at_start(at.sessions * (1 + np.arange(len(gain))))
+        everyone = at.sessions + at.reading
+        work = at.sessions * (1 + gain) * times.at_start(np.array([everyone])) / everyone + at.chunk_s
+        rate = work / (decode_s + at.chunk_s + self.overhead_s / times.slowness(at.load))
+        return float(rate.max() * (decode_s[0] + at.chunk_s) / work[0])
 
 
 @dataclass(slots=True)
 class _Level:
     """Steps with drafts at a load level, means."""
 
-    earned: float = 0.0
-    took: float = 0.0
-    owed: float = 0.0  # what had been predicted of a step that takes as long
+    earned: float
+    took: float
+    owed: float  # what had been predicted of a step that takes as long
     seen: float = 0.0  # weight of the steps since drafts were switched on
 
     def record(self, earned: float, took: float, predicted: float, weight: float) -> None:
-        first = not self.took
         self.seen += weight
-        share = 1.0 if first else weight * max(SMOOTH, 1 / self.seen)
+        share = weight * max(SMOOTH, 1 / (CARRIED_STEPS + self.seen))
         self.earned += share * (earned - self.earned)
         self.took += share * (took - self.took)
         self.owed += share * (predicted * took - self.owed)
@@ -302,7 +314,9 @@ class SpeculationGate:
             self._settling = max(0, self._settling - 1)
             return
         self._records += 1
-        self._levels.setdefault(load, _Level()).record(earned, took, predicted, weight)
+        if load not in self._levels:
+            self._levels[load] = _Level(predicted * took * float(np.exp(self._shortfall(load))), took, predicted * took)
+        self._levels[load].record(earned, took, predicted, weight)
 
     def step(self, predicted: float, load: int) -> None:
         """One step has passed; ``predicted`` is the advantage predicted at the load of now."""

@@ -26,6 +26,7 @@ class WidthReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WIDTH_REASON_ALL: _ClassVar[WidthReason]
     WIDTH_REASON_PROBE: _ClassVar[WidthReason]
     WIDTH_REASON_FULL: _ClassVar[WidthReason]
+    WIDTH_REASON_PREFILL: _ClassVar[WidthReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -38,6 +39,7 @@ WIDTH_REASON_COST: WidthReason
 WIDTH_REASON_ALL: WidthReason
 WIDTH_REASON_PROBE: WidthReason
 WIDTH_REASON_FULL: WidthReason
+WIDTH_REASON_PREFILL: WidthReason
 
 class VerifierServiceGenerateRequest(_message.Message):
     __slots__ = ("generation", "session_id", "ticket")
