@@ -1,8 +1,9 @@
 """How many rows of prefill go along with a step, and who gets them. Pure.
 
-A chunk is the largest that makes the step at most ``STRETCH`` times as long as it is without, but never less than
+A chunk is the largest that makes the step at most ``stretch`` times as long as it is without, but never less than
 ``LEAST_CHUNK`` rows, or ``LEAST_ROWS`` where a row costs much more than T(rows) says: decoding sessions keep their
-pace, and prefill always gets on (Sarathi-Serve, arXiv:2403.02310).
+pace, and prefill always gets on (Sarathi-Serve, arXiv:2403.02310). Where few decode while many read, those few wait
+longer: a step is worth most when all are in it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-STRETCH = 1.35
+STRETCH, MOST_STRETCH = 1.35, 3.0
+"""Times as long as without prefill that a step may take while one session reads, or few do, and at most."""
+
 LEAST_CHUNK = 8
 LEAST_ROWS = 4
 
@@ -23,18 +26,23 @@ class PrefillCost:
     def __init__(self) -> None:
         self._factor = 1.0
 
-    def chunk(self, step_s: NDArray[np.float64]) -> int:
+    def chunk(self, step_s: NDArray[np.float64], times_as_long: float = STRETCH) -> int:
         """Rows of prefill for a step that would take ``step_s[n]`` seconds with n of them, n from 0 to the most."""
         extra_s = np.maximum.accumulate(step_s - step_s[0]) * self._factor
         most = len(step_s) - 1
         least = max(LEAST_ROWS, round(LEAST_CHUNK / max(1.0, self._factor)))
-        return min(most, max(least, int(np.searchsorted(extra_s, (STRETCH - 1) * step_s[0], side="right")) - 1))
+        return min(most, max(least, int(np.searchsorted(extra_s, (times_as_long - 1) * step_s[0], side="right")) - 1))
 
     def observe(self, without_s: float, expected_s: float, seen_s: float) -> None:
         """A step with prefill took ``seen_s``; T(rows) says ``expected_s``, and ``without_s`` without prefill."""
         expected = max(expected_s - without_s, 0.02 * without_s)
         factor = float(np.clip((seen_s - without_s) / expected, 0.25, 50.0))
         self._factor += 0.3 * (min(factor, 4 * self._factor) - self._factor)
+
+
+def stretch(reading: int, decoding: int) -> float:
+    """How many times as long as without prefill a step may take, by the sessions that read and those that decode."""
+    return min(MOST_STRETCH, 1 + (STRETCH - 1) * max(1.0, 2 * (reading - 1) / decoding))
 
 
 def fair_split(wanted: Sequence[int], total: int, first: int = 0) -> list[int]:

@@ -17,7 +17,7 @@ from draftwood.config import VerifierSettings
 from draftwood.runtime.batch import Rows
 from draftwood.telemetry import WidthReason
 from draftwood.tree import BoolArray, IndexArray, TokenTree
-from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split
+from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split, stretch
 from verifier_service.session import Session
 from verifier_service.width import SHUT_BELOW, Outlook, Policy, Situation, SpeculationGate, StepTimes, admit
 
@@ -224,7 +224,7 @@ class Planner:
         """A chunk that delays the decoding sessions little, shared evenly; no part of a chunk is tiny."""
         if decode_rows:
             curve = self.times(decode_rows + np.arange(most_rows + 1), self._load)
-            most_rows = self._prefill_cost.chunk(curve)
+            most_rows = self._prefill_cost.chunk(curve, stretch(len(sessions), self._decoding))
             rows = min(most_rows, sum(s.pending for s in sessions))
             self._chunk_s = float(curve[rows] - curve[0]) / self.times.slowness(self._load)
         sessions = sessions[: max(1, most_rows // LEAST_CHUNK)]
