@@ -36,7 +36,7 @@ from verifier_service.live_tree import Nodes, check_growth
 from verifier_service.plan import FIRST_BUDGET, Part, Planner
 from verifier_service.queue import AdmissionQueue
 from verifier_service.sampler import NONE_ALLOWED, TargetSampler, failure
-from verifier_service.session import AttachedDraft, Emitted, Ended, GenerateRequest, Session, no_depths
+from verifier_service.session import CATCH_UP_STEPS, AttachedDraft, Emitted, Ended, GenerateRequest, Session, no_depths
 from verifier_service.watch import AcceptanceWatch
 from verifier_service.width import GRID, Policy, StepTimes
 
@@ -284,9 +284,9 @@ class Engine:
         METRICS.nodes["stale"].inc(stale)
         draft = session.drafts[link]
         if complete and nodes.epoch > draft.complete_epoch:
-            awaited = session.awaited()
-            draft.complete_epoch = nodes.epoch
-            if nodes.epoch == session.tree.epoch:
+            awaited, caught_up = session.awaited(), draft.catching_up
+            draft.complete_epoch, draft.catching_up = nodes.epoch, 0
+            if nodes.epoch == session.tree.epoch and not caught_up:
                 draft.misses = 0
                 since_commit_s = self.clock() - session.committed_s
                 self._links[link].round_s += 0.2 * (since_commit_s - self._links[link].round_s)
@@ -364,7 +364,7 @@ class Engine:
         name, finish = session.request.session_id, emission.finish
         out.emitted.append(Emitted(name, session.generated, tokens, accepted, logprobs, finish=finish, pieces=pieces))
         for draft in session.drafts.values():
-            if draft.complete_epoch < session.tree.epoch and session.budget > 0:
+            if draft.complete_epoch < session.tree.epoch and session.budget > 0 and not draft.catching_up:
                 draft.misses += 1
                 session.stats.late += 1
                 METRICS.late_rounds.inc()
@@ -437,6 +437,7 @@ class Engine:
         length = len(session.tokens)
         told = tuple(session.tokens[draft.known :])
         ids = ids if len(told) == len(tokens) else ()
+        draft.catching_up = CATCH_UP_STEPS if draft.asleep else max(0, draft.catching_up - 1)
         draft.known, draft.asleep = length, session.budget == 0
         return SessionCommit(draft.handle, session.tree.epoch, length, told, ids, session.budget)
 

@@ -342,7 +342,9 @@ class Planner:
 
     def _situation(self, stepping: Sequence[Session]) -> Situation:
         share = round(sum(map(self.share, stepping)) / len(stepping))
-        return Situation(self._decoding, self._load, share, self._prefilling, self._chunk_s if self._prefilling else 0.0)
+        return Situation(
+            self._decoding, self._load, share, self._prefilling, self._chunk_s if self._prefilling else 0.0
+        )
 
     def _token_s(self) -> float:
         """Seconds that a token costs in plain decoding once all that read now decode, too."""

@@ -20,6 +20,7 @@ from verifier_service.live_tree import LiveTree
 from verifier_service.watch import AcceptanceWatch
 
 MISSES_UNTIL_LAGGING = 3
+CATCH_UP_STEPS = 8
 URGENT_WEIGHT = 2
 
 
@@ -65,6 +66,7 @@ class AttachedDraft:
     complete_epoch: int = -1  # epoch whose round it has completed
     known: int = 0  # committed tokens it has been told
     asleep: bool = False  # it has been told that no nodes are wanted
+    catching_up: int = 0  # steps that do not wait for it, as it was woken and reads what it has missed
     misses: int = 0  # steps in a row that did not wait for it long enough
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)  # of its guesses in this session
 
@@ -184,11 +186,12 @@ class Session:
 
     @property
     def has_drafted(self) -> bool:
-        """True once a draft has completed a round, so that a step shows what drafts are worth."""
-        return any(draft.complete_epoch >= 0 for draft in self.drafts.values())
+        """True while a draft that has completed a round keeps up, so that a step shows what drafts are worth."""
+        return any(draft.complete_epoch >= 0 and not draft.catching_up for draft in self.drafts.values())
 
     def awaited(self) -> list[AttachedDraft]:
         """Drafts whose round for this epoch is still open and worth waiting for."""
         if self.budget == 0:
             return []
-        return [d for d in self.drafts.values() if d.complete_epoch < self.tree.epoch and not d.lagging]
+        late = [d for d in self.drafts.values() if d.complete_epoch < self.tree.epoch]
+        return [d for d in late if not d.lagging and not d.catching_up]

@@ -419,7 +419,7 @@ def test_bug_3_nan_in_all_pages_of_others_and_in_reused_ones_changes_nothing(sha
     model, rnd = tiny_model("mistral"), random.Random(9)
     prompts = [[5] * 20 + [rnd.randrange(MODEL_VOCAB) for _ in range(17)] for _ in range(12)]
     want = plain_decode(model, prompts, 40, [GREEDY] * 12)
-    engine = small_engine(model, 16, prefix_cache=share)
+    engine = small_engine(model, 12, prefix_cache=share)
     pool, cache = engine.runtime.pool, engine.runtime.cache
     real = engine.runtime.forward
 
