@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 STRETCH, MOST_STRETCH = 1.35, 3.0
 """Times as long as without prefill that a step may take while one session reads, or few do, and at most."""
 
+RISE, FALL = 0.3, 0.05
+"""Weights of a step in the cost of a row: a chunk that was too large is felt by all, one that was too small by none."""
+
 LEAST_CHUNK = 8
 LEAST_ROWS = 4
 
@@ -37,7 +40,8 @@ class PrefillCost:
         """A step with prefill took ``seen_s``; T(rows) says ``expected_s``, and ``without_s`` without prefill."""
         expected = max(expected_s - without_s, 0.02 * without_s)
         factor = float(np.clip((seen_s - without_s) / expected, 0.25, 50.0))
-        self._factor += 0.3 * (min(factor, 4 * self._factor) - self._factor)
+        change = min(factor, 4 * self._factor) - self._factor
+        self._factor += (RISE if change > 0 else FALL) * change
 
 
 def stretch(reading: int, decoding: int) -> float:

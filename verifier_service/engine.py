@@ -247,7 +247,7 @@ class Engine:
             raise FailedPrecondition("RULE_UNSUPPORTED", message, field="hello.draft.rules")
         key = (self._links[link].model, request.effective_rule)
         session.tree.attach(link, self._calibrations.setdefault(key, Calibration()))
-        draft = session.drafts[link] = AttachedDraft(handle, known=len(session.tokens))
+        draft = session.drafts[link] = AttachedDraft(handle, known=len(session.tokens), catching_up=CATCH_UP_STEPS)
         self._links[link].sessions[handle] = session
         self.planner.share_among(self.running)
         session.budget = self.planner.budget(session, max(session.budget, FIRST_BUDGET))

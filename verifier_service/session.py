@@ -66,7 +66,7 @@ class AttachedDraft:
     complete_epoch: int = -1  # epoch whose round it has completed
     known: int = 0  # committed tokens it has been told
     asleep: bool = False  # it has been told that no nodes are wanted
-    catching_up: int = 0  # steps that do not wait for it, as it was woken and reads what it has missed
+    catching_up: int = 0  # steps that do not wait for it: it has joined or was woken, and has to read
     misses: int = 0  # steps in a row that did not wait for it long enough
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)  # of its guesses in this session
 

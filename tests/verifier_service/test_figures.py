@@ -11,7 +11,8 @@ from scripted import VOCAB, make_engine, plain_decode, request, tiny_model
 from draftwood.sampling import SamplingParams
 from verifier_service.engine import Engine
 from verifier_service.live_tree import Nodes
-from verifier_service.session import Stats
+from verifier_service.session import CATCH_UP_STEPS, Stats
+from verifier_service.width import Policy
 
 PROMPT = [5, 3, 8, 1, 9, 2]
 MODEL = tiny_model("llama")
@@ -104,14 +105,37 @@ def test_a_wait_lasts_from_the_commit_to_the_last_awaited_tree() -> None:
     assert rig.stats.late == 0
 
 
-def test_a_prompt_that_is_computed_waits_for_no_draft() -> None:
+def test_nobody_waits_for_a_draft_that_still_reads_the_prompt() -> None:
     rig = Rig(0)
-    rig.after(5.0)
-    rig.engine.step()
-    assert rig.stats.wait_s == 0
+    for _ in range(CATCH_UP_STEPS):
+        rig.after(5.0)
+        rig.engine.step()
+        assert (rig.stats.wait_s, rig.stats.late) == (0, 0)
     rig.after(1.5)
     rig.engine.step()
-    assert rig.stats.wait_s == 1.5
+    assert (rig.stats.wait_s, rig.stats.late) == (1.5, 1), "it has had its time"
+
+
+def test_nor_for_one_that_was_woken_and_reads_what_it_has_missed() -> None:
+    rig = Rig(0)
+    rig.grow(0)
+    rig.engine.step()
+    rig.engine.set_policy(Policy(max_session_nodes=0))
+    rig.grow(0)
+    rig.engine.step()
+    assert rig.session.drafts[0].asleep
+    rig.engine.set_policy(Policy())
+    for _ in range(3):
+        rig.after(1.5)
+        rig.engine.step()
+    assert (rig.stats.wait_s, rig.stats.late) == (0, 0)
+    usual = rig.engine._links[0].round_s
+    rig.grow(0)
+    assert rig.engine._links[0].round_s == usual, "that was no usual round"
+    rig.engine.step()
+    rig.after(1.5)
+    rig.engine.step()
+    assert (rig.stats.wait_s, rig.stats.late) == (1.5, 1), "awake again"
 
 
 def test_a_wait_ends_with_the_step_that_waits_no_longer_and_the_round_is_late() -> None:
