@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,10 +20,6 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from draftwood.credentials import Role, Watched
 from draftwood.errors import InvalidArgument, Unauthenticated
 from draftwood.rpc.access import Caller
-
-TOKEN_PREFIX: Final = "dw_"
-"""Of the tokens that we make: logs and scanners know them by it."""
-
 
 class Token(BaseModel):
     """One token of a client."""
@@ -106,11 +101,6 @@ def load_clients(path: Path) -> ClientFile:
         first = error.errors(include_input=False)[0]  # what was put in a wrong place may be a token
         field = ".".join(str(part) for part in first["loc"])
         raise InvalidArgument("CONFIG", f"{path}: {first['msg']}", field=field or "clients") from None
-
-
-def new_token() -> str:
-    """A bearer token of 256 random bits."""
-    return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
 def token_hash(token: str) -> str:

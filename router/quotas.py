@@ -21,6 +21,7 @@ from draftwood.v1 import verifier_pb2
 from router.clients import Client, ClientBook
 
 MINUTE_S: Final = 60.0
+ROUNDING_MS: Final = 1e-3
 SHORT_MS: Final = 500
 """Hint where it cannot be known when there will be room."""
 
@@ -41,8 +42,10 @@ class Bucket:
         self.at_s = now_s
 
     def wait_ms(self, wanted: float, per_minute: int) -> int:
-        """How long until the level is ``wanted``; 0 if it is."""
-        return max(0, math.ceil((wanted - self.level) * MINUTE_S * 1e3 / per_minute))
+        """How long until the level is ``wanted``; 0 if it is, or there is no limit."""
+        if not per_minute:
+            return 0
+        return max(0, math.ceil((wanted - self.level) * MINUTE_S * 1e3 / per_minute - ROUNDING_MS))
 
 
 @dataclass(slots=True)
@@ -112,12 +115,13 @@ class Quotas:
             raise ResourceExhausted("CLIENT_CONCURRENCY", message, retry_after_ms=SHORT_MS)
         usage.texts.fill(texts, now_s)
         usage.tokens.fill(tokens, now_s)
-        if texts and (wait_ms := usage.texts.wait_ms(choices, texts)):
+        for_texts_ms, for_tokens_ms = usage.texts.wait_ms(choices, texts), usage.tokens.wait_ms(1, tokens)
+        if for_texts_ms > for_tokens_ms:
             message = f"client {client.name!r} may ask for {texts} texts a minute"
-            raise ResourceExhausted("CLIENT_REQUESTS", message, retry_after_ms=wait_ms)
-        if tokens and (wait_ms := usage.tokens.wait_ms(1, tokens)):
+            raise ResourceExhausted("CLIENT_REQUESTS", message, retry_after_ms=for_texts_ms)
+        if for_tokens_ms:
             message = f"client {client.name!r} may have {tokens} tokens a minute"
-            raise ResourceExhausted("CLIENT_TOKENS", message, retry_after_ms=wait_ms)
+            raise ResourceExhausted("CLIENT_TOKENS", message, retry_after_ms=for_tokens_ms)
 
 
 @contextmanager
