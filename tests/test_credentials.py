@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -14,13 +18,16 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwood.config import RouterSettings, VerifierSettings, load_client_settings, load_cluster_config
 from draftwood.credentials import Role, TlsFiles, Watched, is_loopback, load_tls, role_host, roles_of, watch_tls
 from draftwood.errors import DraftwoodError, FailedPrecondition, InvalidArgument
 from draftwood.rpc.access import Access
+from draftwood.rpc.channel import Dialer
 from draftwood.rpc.server import RpcServer
-from draftwood.telemetry import Metrics
+from draftwood.telemetry import Metrics, redact
+from router.clients import ClientBook
 from router.server import RouterServer
 from tests.services.authority import Authority
 
@@ -211,3 +218,63 @@ def test_a_bad_variable_is_named_but_not_shown(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DraftwoodError) as caught:
         load_client_settings()
     assert caught.value.field == "tls" and "dw_secret" not in str(caught.value)
+
+
+# --- the documentation
+
+
+def blocks(language: str) -> list[str]:
+    """Code blocks of docs/security.md."""
+    text = (Path(__file__).parents[1] / "docs" / "security.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def shell(script: str, folder: Path) -> str:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="runs the openssl commands of the documentation")
+async def test_the_commands_of_the_documentation_make_what_servers_take(tmp_path: Path) -> None:
+    (ca,) = (block for block in blocks("bash") if "issue()" in block)
+    shell(ca, tmp_path)
+    tls, servers = tmp_path / "tls", dict[str, RpcServer]()
+    for role in ("router", "verifier", "draft"):
+        access = Access(TlsFiles(tls / f"{role}.crt", tls / f"{role}.key", tls / "ca.pem"))
+        servers[role] = RpcServer(metrics=Metrics(), access=access)
+        address = await servers[role].start("127.0.0.1:0")
+        dialer = Dialer(TlsFiles(tls / "operator.crt", tls / "operator.key", tls / "ca.pem"))
+        for name, good in ((role_host(Role(role)), True), ("example.org", False)):
+            async with dialer.open(address, name) as channel:
+                check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+                if good:
+                    assert (await check).status == health_pb2.HealthCheckResponse.NOT_SERVING
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await check
+        await servers[role].stop(0)
+    assert (tls / "ca.key").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="runs the openssl commands of the documentation")
+def test_tokens_and_the_file_of_the_documentation(tmp_path: Path) -> None:
+    (make,) = (block for block in blocks("bash") if "sha256sum" in block)
+    digest = shell(make, tmp_path).split()[0]
+    token = (tmp_path / "alice.token").read_text()
+    (file,) = (block for block in blocks("yaml") if block.startswith("# clients.yaml"))
+    path = tmp_path / "clients.yaml"
+    path.write_text(re.sub("[0-9a-f]{64}", digest, file, count=1))
+    assert ClientBook(path).caller(token).name == "alice"
+    assert redact(token) == "[secret]"
+
+
+def test_the_cluster_file_of_the_documentation(tmp_path: Path) -> None:
+    (file,) = (block for block in blocks("yaml") if block.startswith("router:"))
+    path = tmp_path / "cluster.yaml"
+    path.write_text(file)
+    config = load_cluster_config(path)
+    for settings in (config.router.settings, config.verifiers[0].settings, config.drafts[0].settings):
+        assert all((settings.tls_cert, settings.tls_key, settings.tls_ca))

@@ -44,6 +44,7 @@ from tests.services.stack import (
     Stack,
     collect,
     engine_of,
+    sessions_of,
     slow_down,
     tokens_of,
     until,
@@ -142,7 +143,7 @@ async def test_a_draft_attached_late_in_a_session_still_gets_in(stack: Stack, mo
     router.register("draft", "d", second.address, second.incarnation)  # type: ignore[attr-defined]
     await until(lambda: any(w.address == second.address and w.health == "READY" for w in router.workers()))  # type: ignore[attr-defined]
     await first.stop(0.1)
-    await until(lambda: second._sessions == 1, what="the second draft serves the session")
+    await until(lambda: sessions_of(second) == 1, what="the second draft has the session's text")
     assert len((await text).tokens) == 120
 
 
@@ -389,15 +390,15 @@ async def test_a_client_without_rights_is_told_so(stack: Stack, authority: Autho
 # --- no secret in any log
 
 
-@pytest.fixture
-def everything_logged() -> Iterator[io.StringIO]:
+@pytest.fixture(params=["json", "for people"])
+def everything_logged(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
     """All that is logged at debug level, by us and by libraries."""
     output = io.StringIO()
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     config = structlog.get_config()
     with redirect_stderr(output):
-        configure_logging("test", json=False, level="DEBUG")
+        configure_logging("test", json=request.param == "json", level="DEBUG")
         root.setLevel(logging.DEBUG)
         for handler in root.handlers:
             handler.setLevel(logging.DEBUG)
@@ -483,7 +484,7 @@ def test_what_is_taken_out_of_logs() -> None:
 
 def test_tracebacks_for_people_show_no_local_variables(everything_logged: io.StringIO) -> None:
     def failing() -> None:
-        local_secret = "hidden-in-a-frame"
+        local_secret = "-".join(["hidden", "in", "a", "frame"])
         raise RuntimeError(len(local_secret))
 
     try:
@@ -491,7 +492,51 @@ def test_tracebacks_for_people_show_no_local_variables(everything_logged: io.Str
     except RuntimeError:
         structlog.get_logger().error("failed", exc_info=True)
     assert "RuntimeError" in everything_logged.getvalue()
-    assert "hidden-in-a-frame" not in everything_logged.getvalue().replace('local_secret = "hidden-in-a-frame"', "")
+    assert "hidden-in-a-frame" not in everything_logged.getvalue()
+
+
+# --- command line
+
+
+async def draftwood(*arguments: str, **environment: str) -> tuple[int | None, str]:
+    """The console script in a process of its own: exit code and all that it says."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "from draftwood.cli import main; main()", *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"COLUMNS": "300", "NO_COLOR": "1"} | environment,
+    )  # fmt: skip
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, output.decode()
+
+
+async def test_the_command_line_takes_certificates_and_tokens(
+    stack: Stack, authority: Authority, tmp_path: Path
+) -> None:
+    token, path = new_token(), tmp_path / "token"
+    path.write_text(token)
+    clients = write_clients(tmp_path / "c.yaml", {"name": "a", "role": "admin", "tokens": [token_entry(token)]})
+    secured = Secured(stack, authority)
+    by_certificate = (await secured.start("ngram")).router
+    verifier = await stack.verifier(canary=False, **secured.tls["verifier"])
+    by_token = await stack.router([verifier], clients=clients, client_certificates=False, **secured.tls["router"])
+    cert, key = map(str, authority.issue(role_name("client")))
+    ca = str(authority.ca)
+    ask = ("generate", "hi", "--max-tokens", "2", "--ignore-eos", "--address")
+    with_certificate = ("--ca", ca, "--cert", cert, "--key", key)
+    runs = await asyncio.gather(
+        draftwood(*ask, by_certificate.address, *with_certificate),  # type: ignore[attr-defined]
+        draftwood("status", "--address", by_certificate.address, *with_certificate),  # type: ignore[attr-defined]
+        draftwood(*ask, by_token.address, "--ca", ca, "--token-file", str(path)),  # type: ignore[attr-defined]
+        draftwood("status", "--address", by_token.address, DRAFTWOOD_CA=ca, DRAFTWOOD_TOKEN=token),  # type: ignore[attr-defined]
+        draftwood(*ask, by_token.address, DRAFTWOOD_CA=ca),  # type: ignore[attr-defined]
+        draftwood(*ask, by_token.address),  # type: ignore[attr-defined]
+    )
+    codes, said = [code for code, _ in runs], [words for _, words in runs]
+    assert codes == [0, 1, 0, 0, 1, 1], said
+    assert "2 tokens (length)" in said[0] and "2 tokens (length)" in said[2]
+    assert "error: ROLE: " in said[1] and "tiny" in said[3]
+    assert "error: CREDENTIALS_MISSING: " in said[4] and "error: ROUTER_UNREACHABLE: " in said[5]
+    assert not any(token in words or "Traceback" in words for words in said)
 
 
 # --- processes
