@@ -21,6 +21,7 @@ from draftwood.credentials import Role, Watched
 from draftwood.errors import InvalidArgument, Unauthenticated
 from draftwood.rpc.access import Caller
 
+
 class Token(BaseModel):
     """One token of a client."""
 

@@ -549,16 +549,12 @@ async def run_module(*arguments: str, **environment: str) -> tuple[int, str]:
     )  # fmt: skip
     assert process.stdout
     output = b""
-    try:
-        async with asyncio.timeout(60):
-            while b"listens on" not in output and (line := await process.stdout.readline()):
-                output += line
+    async with asyncio.timeout(60):
+        while b"listens on" not in output and (line := await process.stdout.readline()):
+            output += line
         if b"listens on" in output:
             process.send_signal(signal.SIGTERM)
         output += await process.stdout.read()
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
     return await process.wait(), output.decode()
 
 
