@@ -45,7 +45,7 @@ ALLOWED: Final[Mapping[str, frozenset[Role]]] = {
 class Caller:
     """Who calls."""
 
-    name: str  # of a client in the file of clients, or the certificate's common name
+    name: str  # of a client in the file of clients, or the certificate's common name, or else its first DNS name
     roles: frozenset[Role]
 
 
@@ -120,7 +120,7 @@ class Access:
         names = [name.decode() for name in identity.get("peer_dns", ())]
         if "x509_pem_cert" in identity:
             common = b"".join(identity.get("x509_common_name", ())).decode(errors="replace")
-            return Caller(common, roles_of(names))
+            return Caller(common or "".join(names[:1]), roles_of(names))
         wanted = "a bearer token" if self._tokens else "a certificate"
         raise Unauthenticated("CREDENTIALS_MISSING", f"{wanted} is needed, and the call came without")
 

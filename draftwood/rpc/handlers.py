@@ -19,7 +19,14 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
 
-from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted
+from draftwood.errors import (
+    DraftwoodError,
+    Internal,
+    InvalidArgument,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
 from draftwood.rpc.access import Access
 from draftwood.rpc.status import to_status
 from draftwood.telemetry import Metrics, get_logger
@@ -79,6 +86,8 @@ class CallGuard:
         if not isinstance(error, DraftwoodError):
             log.error("rpc_failed", method=method, exc_info=error)
             error = Internal("INTERNAL", "the server failed; its log has the details")
+        if isinstance(error, Unauthenticated | PermissionDenied):
+            log.info("call_refused", method=method, peer=context.peer(), error=str(error))
         self._count(method, error.status)
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
 

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -357,6 +358,15 @@ async def test_bytes_of_callers_without_the_role_reach_no_parser(estate: Estate)
             return from_rpc_error(caught.value).reason
 
     assert (await sent("draft"), await sent("router")) == ("ROLE", "DECODE")
+
+
+async def test_a_refusal_is_logged_with_who_and_why(estate: Estate) -> None:
+    with structlog.testing.capture_logs() as logs:
+        await answer(estate, "verifier", "verifier/Speculate", "client")
+        await answer(estate, "verifier", "verifier/Speculate", "wildcard")
+    told = [entry["error"] for entry in logs if entry["event"] == "call_refused"]
+    what = "draftwood.v1.VerifierService/Speculate is for draft"
+    assert told == [f"ROLE: {what}; 'a client' is client", f"ROLE: {what}; '*.draftwood.internal' is nobody"]
 
 
 async def test_every_method_says_who_may_call_it() -> None:

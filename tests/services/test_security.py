@@ -131,7 +131,7 @@ async def test_a_ticket_of_another_worker_or_of_yesterday_lets_nobody_in(stack: 
 async def test_a_draft_attached_late_in_a_session_still_gets_in(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session is older than a ticket lives: the ticket is new all the same."""
     monkeypatch.setattr("draftwood.tickets.LIFETIME_S", 0.5)
-    verifier = await stack.verifier()
+    verifier = await stack.verifier(canary=False)
     slow_down(verifier, 0.02)
     first = await stack.draft(kind="ngram")
     router = await stack.router([verifier], [first], drafts_per_session=1)
