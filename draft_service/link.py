@@ -12,8 +12,9 @@ import grpc
 from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import SessionCommitted, SessionStart
 from draftwood.acceptance import Rule
+from draftwood.credentials import Role, role_host
 from draftwood.errors import DraftwoodError, FailedPrecondition, Unavailable
-from draftwood.rpc.channel import open_channel
+from draftwood.rpc.channel import Dialer
 from draftwood.rpc.status import from_rpc_error
 from draftwood.runtime.worker import Worker
 from draftwood.sampling import SamplingParams
@@ -45,7 +46,13 @@ class VerifierLink:
     """All sessions of one verifier, multiplexed on one stream. It ends with the stream; the owner makes a new one."""
 
     def __init__(
-        self, link_id: int, address: str, info: draft_pb2.DraftInfo, core: DraftCore, worker: Worker[Outcome]
+        self,
+        link_id: int,
+        address: str,
+        info: draft_pb2.DraftInfo,
+        core: DraftCore,
+        worker: Worker[Outcome],
+        dialer: Dialer,
     ) -> None:
         self.link_id = link_id
         self.address = address
@@ -53,6 +60,7 @@ class VerifierLink:
         self._info = info
         self._core = core
         self._worker = worker
+        self._dialer = dialer
         self._handles = itertools.count(1)
         self._sessions: dict[str, _Attached] = {}
         self._canary = ""  # the session that the verifier tries our guesses on; nobody has attached us to it
@@ -109,7 +117,7 @@ class VerifierLink:
         """Opens the stream and follows it to its end; whoever waits for an answer then gets the reason."""
         reason: DraftwoodError = Unavailable("TRANSPORT", f"the stream to {self.address} has ended")
         try:
-            async with open_channel(self.address) as channel:
+            async with self._dialer.open(self.address, role_host(Role.VERIFIER)) as channel:
                 call = VerifierServiceStub(channel).Speculate(self._send())  # type: ignore[no-untyped-call]
                 async for response in call:
                     self._handle(response)

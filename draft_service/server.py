@@ -19,6 +19,8 @@ from draft_service.drafters.ngram import NgramDrafter
 from draft_service.link import RULES, VerifierLink
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted, Unavailable
+from draftwood.rpc.access import server_access, tls_files
+from draftwood.rpc.channel import Dialer
 from draftwood.rpc.server import RpcServer
 from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
@@ -50,7 +52,8 @@ class DraftServer:
         self.incarnation = uuid.uuid4().hex
         self.failure: BaseException | None = None
         self.draining = False
-        self._rpc = RpcServer()
+        self._rpc = RpcServer(access=server_access(settings))
+        self._dialer = Dialer(tls_files(settings))
         self._rpc.add(draft_pb2.DESCRIPTOR.services_by_name["DraftService"], self)
         self._worker: Worker[Outcome] = Worker("drafter", self._publish)
         self._loaded: Loaded | None = None
@@ -157,7 +160,7 @@ class DraftServer:
             raise Unavailable("DRAINING", f"verifier {address} takes no more sessions", retry_after_ms=1000)
         if link is None or link.task.done():
             self._link_count += 1
-            link = VerifierLink(self._link_count, address, loaded.info, loaded.core, self._worker)
+            link = VerifierLink(self._link_count, address, loaded.info, loaded.core, self._worker, self._dialer)
             self._links[address] = link
         return link
 

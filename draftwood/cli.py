@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 import signal
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +26,7 @@ from rich.live import Live
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from draftwood.client import Chunk, ClusterState, DraftwoodClient, Finished, Message, Prompt, Started
-from draftwood.config import ClusterConfig, load_cluster_config
+from draftwood.config import ClientSettings, ClusterConfig, load_client_settings, load_cluster_config
 from draftwood.console import (
     StartView,
     logprob_table,
@@ -52,6 +55,47 @@ Stop = Annotated[list[str] | None, typer.Option(help="string that ends the text;
 Speculate = Annotated[bool, typer.Option(help="let drafts guess; the text is the same either way")]
 
 
+CONNECTION: ContextVar[ClientSettings | None] = ContextVar("connection", default=None)
+"""How the running command reaches the router."""
+
+Ca = Annotated[Path | None, typer.Option(help="CA certificates (PEM) of the router's; $DRAFTWOOD_CA")]
+Cert = Annotated[Path | None, typer.Option(help="own certificate (PEM); $DRAFTWOOD_CERT")]
+Key = Annotated[Path | None, typer.Option(help="its private key (PEM); $DRAFTWOOD_KEY")]
+TokenFile = Annotated[Path | None, typer.Option(help="file with the bearer token; $DRAFTWOOD_TOKEN_FILE")]
+Tls = Annotated[bool | None, typer.Option("--tls", help="TLS with public CAs; --ca implies it; $DRAFTWOOD_TLS")]
+ServerName = Annotated[str | None, typer.Option(help="name in the router's certificate; $DRAFTWOOD_SERVER_NAME")]
+CONNECTION_OPTIONS = {
+    "ca": Ca,
+    "cert": Cert,
+    "key": Key,
+    "token_file": TokenFile,
+    "tls": Tls,
+    "server_name": ServerName,
+}
+
+
+def connecting(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds to a command that speaks to a router the options for how to do so."""
+
+    @wraps(command)
+    def connected(**given: Any) -> None:
+        CONNECTION.set(load_client_settings(**{name: given.pop(name) for name in CONNECTION_OPTIONS}))
+        command(**given)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in CONNECTION_OPTIONS.items()
+    ]
+    connected.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    connected.__annotations__ = {each.name: each.annotation for each in (*own, *added)}
+    return connected
+
+
+def _client(address: str) -> DraftwoodClient:
+    return DraftwoodClient(address, settings=CONNECTION.get())
+
+
 def main() -> None:
     """Entry point of the console script: one clear line for every error, exit code 1."""
     try:
@@ -62,6 +106,7 @@ def main() -> None:
 
 
 @app.command()
+@connecting
 def up(
     config: Config,
     foreground: Annotated[bool, typer.Option(help="stay in the foreground until Ctrl-C")] = False,
@@ -88,6 +133,7 @@ def down(name: Name = "default") -> None:
 
 
 @app.command()
+@connecting
 def status(
     name: Name = "default",
     address: Address = "",
@@ -98,6 +144,7 @@ def status(
 
 
 @app.command()
+@connecting
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask")],
     *,
@@ -175,6 +222,7 @@ def generate(
 
 
 @app.command()
+@connecting
 def chat(
     name: Name = "default",
     address: Address = "",
@@ -285,7 +333,7 @@ async def _await_ready(config: ClusterConfig, state: Path, process: subprocess.P
             _check(process, log)
             await asyncio.sleep(POLL_S)
         view.update("router", "router", "ready")
-        async with DraftwoodClient(record.address) as client:
+        async with _client(record.address) as client:
             while not view.ready:
                 _check(process, log)
                 _update(view, await client.status())
@@ -322,7 +370,7 @@ def _say_ready(address: str, where: str, stop: str) -> None:
 
 
 async def _show_status(address: str, watch: bool) -> None:
-    async with DraftwoodClient(address) as client:
+    async with _client(address) as client:
         if not watch:
             console.print(*status_tables(await client.status()), sep="\n")
             return
@@ -332,7 +380,7 @@ async def _show_status(address: str, watch: bool) -> None:
 
 
 async def _generate(address: str, prompt: Prompt, options: dict[str, Any]) -> None:
-    async with DraftwoodClient(address) as client:
+    async with _client(address) as client:
         if options["n"] > 1:
             await _show_texts(client, prompt, options)
         else:
@@ -373,7 +421,7 @@ async def _stream(client: DraftwoodClient, prompt: Prompt, options: dict[str, An
 
 async def _chat(address: str, options: dict[str, Any]) -> None:
     history: list[Message] = []
-    async with DraftwoodClient(address) as client:
+    async with _client(address) as client:
         await client.models()  # says at once if nobody is there
         with suppress(EOFError):
             while (line := (await asyncio.to_thread(console.input, "[bold]you>[/] ")).strip()) != "/quit":

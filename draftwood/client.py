@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -22,8 +22,9 @@ import grpc
 import grpc.aio
 
 from draftwood.choices import choice_seed, merged
+from draftwood.config import ClientSettings, load_client_settings
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted, Unavailable
-from draftwood.rpc.channel import open_channel
+from draftwood.rpc.router_line import RouterLine
 from draftwood.rpc.status import from_rpc_error
 from draftwood.v1 import draft_pb2, router_pb2, router_pb2_grpc, verifier_pb2
 from draftwood.wire import error_from_proto
@@ -186,11 +187,14 @@ class ClusterState:
 class DraftwoodClient:
     """Talks to one router; usable as an async context manager. Every method raises DraftwoodError."""
 
-    def __init__(self, address: str, *, resume_timeout_s: float = 30.0) -> None:
+    def __init__(self, address: str, *, settings: ClientSettings | None = None, resume_timeout_s: float = 30.0) -> None:
+        """``settings``: certificates and token; by default what the environment says (``DRAFTWOOD_CA`` and so on).
+
+        Raises InvalidArgument CONFIG if they cannot be used, or would send a token over the network in plain text.
+        """
         self.address = address
         self._resume_timeout_s = resume_timeout_s
-        self._channel = open_channel(address)
-        self._stub: Any = router_pb2_grpc.RouterServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._line = RouterLine(address, settings or load_client_settings())
 
     async def __aenter__(self) -> DraftwoodClient:
         return self
@@ -199,7 +203,7 @@ class DraftwoodClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._line.close()
 
     async def generate(
         self,
@@ -279,12 +283,12 @@ class DraftwoodClient:
                 yield event
 
     async def status(self) -> ClusterState:
-        answer = await self._ask(self._stub.GetStatus(router_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S))
+        answer = await self._ask(self._stub.GetStatus, router_pb2.GetStatusRequest())
         return _cluster_state(answer.status)
 
     async def watch_status(self) -> AsyncIterator[ClusterState]:
         """The status now and about once a second."""
-        call = self._stub.WatchStatus(router_pb2.WatchStatusRequest())
+        call = self._stub.WatchStatus(router_pb2.WatchStatusRequest(), metadata=self._line.metadata())
         try:
             async for answer in call:
                 yield _cluster_state(answer.status)
@@ -294,12 +298,16 @@ class DraftwoodClient:
             call.cancel()
 
     async def models(self) -> tuple[ModelState, ...]:
-        answer = await self._ask(self._stub.ListModels(router_pb2.ListModelsRequest(), timeout=STATUS_TIMEOUT_S))
+        answer = await self._ask(self._stub.ListModels, router_pb2.ListModelsRequest())
         return tuple(_model_state(model) for model in answer.models)
 
-    async def _ask(self, call: Awaitable[T]) -> T:
+    @property
+    def _stub(self) -> Any:
+        return router_pb2_grpc.RouterServiceStub(self._line.channel())  # type: ignore[no-untyped-call]
+
+    async def _ask(self, method: Callable[..., Awaitable[T]], request: object) -> T:
         try:
-            return await call
+            return await method(request, timeout=STATUS_TIMEOUT_S, metadata=self._line.metadata())
         except grpc.RpcError as error:
             raise self._explained(error) from error
 
@@ -366,7 +374,7 @@ class DraftwoodClient:
         singles: Sequence[router_pb2.RouterServiceGenerateRequest],
     ) -> AsyncGenerator[Event]:
         """One call's events; raises its in-band error rather than its status. ``singles`` grow, each with its text."""
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(request, metadata=self._line.metadata())
         said: DraftwoodError | None = None
         running = len(singles)
         try:
@@ -390,7 +398,8 @@ class DraftwoodClient:
     def _explained(self, error: grpc.RpcError) -> DraftwoodError:
         meant = from_rpc_error(error)
         if isinstance(meant, Unavailable) and meant.reason == "TRANSPORT":
-            return Unavailable("ROUTER_UNREACHABLE", f"no router at {self.address} ({meant.message})")
+            where = f"{self.address}{self._line.how}"
+            return Unavailable("ROUTER_UNREACHABLE", f"no router at {where} ({meant.message})")
         return meant
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from draftwood.errors import InvalidArgument
@@ -25,10 +25,27 @@ DType = Annotated[
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
 
+def _anywhere(path: Path) -> Path:
+    """Holds for processes that run in other folders, too."""
+    return path.expanduser().absolute()
+
+
+File = Annotated[Path, AfterValidator(_anywhere)]
+
+
 MetricsPort = Annotated[int, Field(ge=0, lt=2**16, description="port of Prometheus metrics on loopback; 0: none")]
 
 
-class VerifierSettings(BaseSettings):
+class ServerSettings(BaseSettings):
+    """What every role has: how it proves itself to others, and they to it. docs/security.md tells how to set it up."""
+
+    tls_cert: File | None = Field(None, description="certificate (chain, PEM) that names the role; without: no TLS")
+    tls_key: File | None = Field(None, description="its private key (PEM, not encrypted)")
+    tls_ca: File | None = Field(None, description="CA certificates (PEM) that those of other processes must come from")
+    insecure: bool = Field(False, description="allow `listen` to be other than loopback without TLS")
+
+
+class VerifierSettings(ServerSettings):
     """One verifier: the target model, its KV cache, and how it batches."""
 
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_VERIFIER_", extra="forbid")
@@ -70,7 +87,7 @@ class VerifierSettings(BaseSettings):
     load_interval_s: float = Field(1.0, gt=0, description="seconds between two load reports")
 
 
-class DraftSettings(BaseSettings):
+class DraftSettings(ServerSettings):
     """One draft worker: what it drafts with and how its trees grow."""
 
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_DRAFT_", extra="forbid")
@@ -107,7 +124,7 @@ class DraftSettings(BaseSettings):
     load_interval_s: float = Field(1.0, gt=0, description="seconds between two load reports")
 
 
-class RouterSettings(BaseSettings):
+class RouterSettings(ServerSettings):
     """The router: where the pools are and how much it admits."""
 
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_ROUTER_", extra="forbid")
@@ -122,6 +139,34 @@ class RouterSettings(BaseSettings):
     reconnect_s: float = Field(0.5, gt=0, description="seconds between two attempts to reach a lost worker")
     migrate_wait_s: float = Field(30.0, ge=0, description="longest wait for a verifier when a session's own has died")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between two messages of WatchStatus")
+    clients: File | None = Field(None, description="file of clients: their tokens' hashes and their limits")
+    client_certificates: bool = Field(
+        True, description="with TLS: whoever connects must show a certificate; false: tokens alone (needs `clients`)"
+    )
+
+
+class ClientSettings(BaseSettings):
+    """How the client library and the command line reach a router; each also as a variable, as in ``DRAFTWOOD_CA``."""
+
+    model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_", extra="forbid")
+
+    tls: bool = Field(False, description="TLS with the public CAs that gRPC knows; `ca` and `cert` imply TLS")
+    ca: File | None = Field(None, description="CA certificates (PEM) that the router's must come from")
+    cert: File | None = Field(None, description="own certificate (chain, PEM)")
+    key: File | None = Field(None, description="its private key (PEM, not encrypted)")
+    server_name: str = Field("", description="name in the router's certificate; empty: the host of its address")
+    token_file: File | None = Field(None, description="file with the bearer token, reread when it changes")
+    token: SecretStr | None = Field(None, description="the bearer token itself; `token_file` is the better way")
+
+
+def load_client_settings(**given: Any) -> ClientSettings:
+    """What is given, and the environment for the rest; None is not given. Raises InvalidArgument CONFIG."""
+    try:
+        return ClientSettings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]  # the token may be among the values
+        field = ".".join(str(part) for part in first["loc"])
+        raise InvalidArgument("CONFIG", f"connection to the router: {first['msg']}", field=field) from None
 
 
 class _Section(BaseModel):

@@ -54,6 +54,12 @@ class FailedPrecondition(DraftwoodError):
     status = "FAILED_PRECONDITION"
 
 
+class Unauthenticated(DraftwoodError):
+    """The caller has not shown who it is."""
+
+    status = "UNAUTHENTICATED"
+
+
 class PermissionDenied(DraftwoodError):
     """The caller may not do this."""
 
@@ -84,6 +90,7 @@ BY_STATUS: dict[str, type[DraftwoodError]] = {
         InvalidArgument,
         NotFound,
         FailedPrecondition,
+        Unauthenticated,
         PermissionDenied,
         ResourceExhausted,
         Unavailable,

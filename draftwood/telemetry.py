@@ -8,9 +8,10 @@ exist from the first scrape on.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterable
-from typing import Final, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -33,6 +34,14 @@ MOST_MODELS: Final = 64
 
 RPC_CODES: Final = ("OK", "CANCELLED", *BY_STATUS)
 STEP_BUCKETS_S: Final = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
+
+
+_SECRETS: Final = re.compile(
+    r"""dw_[A-Za-z0-9_-]{20,}
+      | (?P<keep>(?i:bearer)[ ]+) [A-Za-z0-9._~+/=-]{16,}
+      | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?-----END[ ][A-Z ]*PRIVATE[ ]KEY-----""",
+    re.VERBOSE | re.DOTALL,
+)
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
@@ -78,8 +87,20 @@ def _event_processors(role: str) -> list[Processor]:
 
 def _renderers(json: bool) -> list[Processor]:
     if json:
-        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(), _without_secrets]
+    # Not the default formatter: with rich installed that one shows the local variables of every frame.
+    plain = structlog.dev.plain_traceback
+    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain), _without_secrets]
+
+
+def redact(text: str) -> str:
+    """The text without bearer tokens and private keys."""
+    return _SECRETS.sub(lambda found: f"{found['keep'] or ''}[secret]", text)
+
+
+def _without_secrets(_logger: WrappedLogger, _method: str, line: Any) -> str:
+    """The last processor, over the finished line, so that tracebacks and other libraries' words go through it too."""
+    return redact(str(line))
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]

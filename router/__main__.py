@@ -9,6 +9,7 @@ import typer
 import uvloop
 
 from draftwood.config import RouterSettings
+from draftwood.errors import DraftwoodError
 from draftwood.rpc.serve import serve
 from draftwood.telemetry import configure_logging
 from router.server import RouterServer
@@ -23,7 +24,10 @@ def main(
     configure_logging("router", json=not sys.stderr.isatty())
     given: dict[str, Any] = {"listen": listen, "verifiers": verifier, "drafts": draft}
     settings = RouterSettings(**{name: value for name, value in given.items() if value})
-    uvloop.run(serve("router", RouterServer(settings)))
+    try:
+        uvloop.run(serve("router", RouterServer(settings)))
+    except DraftwoodError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

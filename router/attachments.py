@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ import grpc
 from draftwood.errors import DraftwoodError, ResourceExhausted, Unavailable
 from draftwood.rpc.status import from_rpc_error
 from draftwood.telemetry import get_logger
+from draftwood.tickets import issue_ticket
 from draftwood.v1 import draft_pb2, draft_pb2_grpc
 from router.balancing import choose_drafts
 from router.registry import Worker
@@ -28,10 +29,10 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a draft worker must know to join."""
+    """One attempt of a generation at one verifier."""
 
     session_id: str
-    ticket: bytes
+    ticket_key: bytes = field(repr=False)  # that its drafts' tickets are made with
     verifier_address: str
 
 
@@ -48,8 +49,11 @@ class Attachments:
         self._resting: dict[Worker, float] = {}  # until this time
         self._owed = 0  # lost and not yet replaced
         self._keeper: asyncio.Task[None] | None = None
+        self._started_s = 0.0
 
     def start(self) -> None:
+        """Called when the session starts."""
+        self._started_s = time.monotonic()
         if self._wanted and not self._keeper:
             self._keeper = self._state.background.spawn(self._keep())
 
@@ -97,7 +101,7 @@ class Attachments:
         self._asked.add(worker)
         request = draft_pb2.AttachRequest(
             session_id=self._session.session_id,
-            ticket=self._session.ticket,
+            ticket=self._ticket(worker),
             verifier_address=self._session.verifier_address,
         )
         worker.sessions += 1  # counted while it is on its way, so that a burst spreads
@@ -112,6 +116,11 @@ class Attachments:
             self._refused(worker, Unavailable("WORKER_LOST", f"{worker.address} has left the pool"))
         else:
             self._count_reattachment()
+
+    def _ticket(self, worker: Worker) -> bytes:
+        session = self._session
+        age_s = time.monotonic() - self._started_s
+        return issue_ticket(session.ticket_key, session.session_id, worker.incarnation, age_s)
 
     def _refused(self, worker: Worker, error: DraftwoodError) -> None:
         self._let_go(worker)

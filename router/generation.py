@@ -8,7 +8,6 @@ the rest of the generation is asked for at another verifier of the same model.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
@@ -20,6 +19,7 @@ import grpc.aio
 
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, Unavailable
 from draftwood.rpc.status import from_rpc_error
+from draftwood.tickets import new_key
 from draftwood.v1 import router_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwood.wire import error_from_proto
 from router.attachments import Attachments, Session, being_cancelled
@@ -79,7 +79,7 @@ class Generation:
 
     async def _serve(self, worker: Worker) -> AsyncGenerator[Event]:
         """One verifier's part. Raises VerifierLost, or the verifier's verdict."""
-        session = Session(uuid.uuid4().hex, b"" if self._plain else secrets.token_bytes(16), worker.address)
+        session = Session(uuid.uuid4().hex, b"" if self._plain else new_key(), worker.address)
         self._session_id = self._session_id or session.session_id
         wanted = 0 if self._plain else self._settings.drafts_per_session
         drafts = Attachments(self._state, session, wanted)
@@ -132,7 +132,7 @@ class Generation:
     @contextmanager
     def _open(self, worker: Worker, session: Session) -> Iterator[VerifierCall]:
         request = verifier_pb2.VerifierServiceGenerateRequest(
-            generation=self._progress.request(), session_id=session.session_id, ticket=session.ticket
+            generation=self._progress.request(), session_id=session.session_id, ticket=session.ticket_key
         )
         call: VerifierCall = _stub(worker).Generate(request, timeout=self._remaining_s())
         worker.calls.add(call)

@@ -15,8 +15,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from draftwood import credentials
+from draftwood.credentials import role_host
 from draftwood.errors import DraftwoodError, Unavailable
-from draftwood.rpc.channel import open_channel
+from draftwood.rpc.channel import Connection, Dialer
 from draftwood.rpc.status import from_rpc_error
 from draftwood.telemetry import get_logger
 from draftwood.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -33,15 +35,19 @@ Message = TypeVar("Message")
 class Links:
     """Owns the link tasks and the channels to the workers."""
 
-    def __init__(self, reconnect_s: float, lease_s: float = LEASE_S) -> None:
+    def __init__(self, reconnect_s: float, lease_s: float = LEASE_S, dialer: Dialer | None = None) -> None:
         self._reconnect_s = reconnect_s
+        self._dialer = dialer or Dialer()
         self._lease_s = lease_s
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._connections: dict[Worker, Connection] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def start(self, registry: Registry, worker: Worker) -> None:
-        worker.channel = open_channel(worker.address)
-        link = Link(registry, worker, worker.channel, self._reconnect_s, self._lease_s)
+        connection = Connection(self._dialer, worker.address, role_host(credentials.Role(worker.role)))
+        self._connections[worker] = connection
+        worker.channel = connection.channel()
+        link = Link(registry, worker, connection, self._reconnect_s, self._lease_s)
         self._tasks[worker] = asyncio.create_task(link.run(), name=f"link {worker.address}")
 
     def end(self, worker: Worker) -> None:
@@ -57,21 +63,22 @@ class Links:
     async def _close(self, worker: Worker, link: asyncio.Task[None]) -> None:
         link.cancel()
         await asyncio.gather(link, return_exceptions=True)
-        if worker.channel:
-            await worker.channel.close()
+        await self._connections.pop(worker).close()
 
 
 class Link:
     """One worker, followed."""
 
     def __init__(
-        self, registry: Registry, worker: Worker, channel: grpc.aio.Channel, reconnect_s: float, lease_s: float
+        self, registry: Registry, worker: Worker, connection: Connection, reconnect_s: float, lease_s: float
     ) -> None:
         self._registry = registry
         self._worker = worker
-        self._channel = channel
+        self._connection = connection
+        self._channel = connection.channel()
         self._reconnect_s = reconnect_s
         self._lease_s = lease_s
+        self._noted = ""  # the last failure that was logged while the worker was not ready
 
     async def run(self) -> None:
         while True:
@@ -83,6 +90,7 @@ class Link:
             await asyncio.sleep(self._reconnect_s)
 
     async def _follow(self) -> None:
+        self._worker.channel = self._channel = self._connection.channel()
         await self._await_serving()
         if self._worker.role is Role.VERIFIER:
             await self._follow_verifier()
@@ -138,6 +146,10 @@ class Link:
             stream.cancel()
 
     def _note(self, error: Exception) -> None:
+        said = str(from_rpc_error(error) if isinstance(error, grpc.RpcError) else error)
+        who = {"pool": self._worker.role.value, "address": self._worker.address}
         if self._worker.ready:
-            said = from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
-            log.warning("worker_lost", pool=self._worker.role.value, address=self._worker.address, error=str(said))
+            log.warning("worker_lost", **who, error=said)
+        elif said != self._noted:
+            log.info("worker_not_reached", **who, error=said)
+        self._noted = said

@@ -13,13 +13,17 @@ import grpc.aio
 
 from draftwood.config import RouterSettings
 from draftwood.errors import DraftwoodError, InvalidArgument, ResourceExhausted, Unavailable
+from draftwood.rpc.access import CALLER, Access, tls_files
+from draftwood.rpc.channel import Dialer
 from draftwood.rpc.server import RpcServer
 from draftwood.telemetry import serve_metrics
 from draftwood.v1 import router_pb2, verifier_pb2
 from draftwood.wire import error_to_proto
 from router.choices import check_choices, choice_events
+from router.clients import ClientBook
 from router.generation import RETRY_MS
 from router.links import Links
+from router.quotas import Quotas, admitted, metered
 from router.registry import Registry, Role, reached
 from router.state import RouterState
 from router.status import router_status
@@ -51,12 +55,18 @@ class RouterServer:
     def __init__(self, settings: RouterSettings, rng: random.Random | None = None) -> None:
         self.incarnation = uuid.uuid4().hex
         self._settings = settings
-        self._links = Links(settings.reconnect_s)
+        book = ClientBook(settings.clients) if settings.clients else None
+        access = Access(
+            tls_files(settings), insecure=settings.insecure, tokens=book, certificates=settings.client_certificates
+        )
+        self._links = Links(settings.reconnect_s, dialer=Dialer(tls_files(settings)))
         self._registry = Registry(on_join=lambda w: self._links.start(self._registry, w), on_leave=self._links.end)
         self._state = RouterState(settings, self._registry, rng or random.Random())
-        self._service = RouterServicer(self._state, self.incarnation)
+        self._service = RouterServicer(self._state, self.incarnation, Quotas(book) if book else None)
         self._rpc = RpcServer(
-            max_message_bytes=MAX_MESSAGE_BYTES, max_concurrent=2 * settings.max_requests + MAX_CONTROL_CALLS
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_concurrent=2 * settings.max_requests + MAX_CONTROL_CALLS,
+            access=access,
         )
         self._rpc.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], self._service)
 
@@ -96,11 +106,12 @@ class RouterServer:
 class RouterServicer:
     """RouterService: decodes, asks the parts, encodes."""
 
-    def __init__(self, state: RouterState, incarnation: str) -> None:
+    def __init__(self, state: RouterState, incarnation: str, quotas: Quotas | None = None) -> None:
         self._state = state
         self._settings = state.settings
         self._counters = state.counters
         self._incarnation = incarnation
+        self._quotas = quotas
         self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -111,8 +122,9 @@ class RouterServicer:
         self._counters.requests_total += 1
         try:
             choices = check_choices(request.generation, self._settings.max_choices)
-            with self._admitted(choices):
-                async with aclosing(choice_events(self._state, request, remaining_s(context), choices)) as events:
+            with self._admitted(choices), admitted(self._quotas, CALLER.get(), choices) as meter:
+                texts = choice_events(self._state, request, remaining_s(context), choices)
+                async with aclosing(metered(texts, meter) if meter else texts) as events:
                     async for event in events:
                         yield router_pb2.RouterServiceGenerateResponse(event=event)
         except DraftwoodError as error:

@@ -50,6 +50,8 @@ LAYERS = {
             "draftwood.vocabulary",
             "draftwood.stop_strings",
             "draftwood.choices",
+            "draftwood.credentials",
+            "draftwood.tickets",
         ),
         packages=VALUE_PACKAGES,
     ),

@@ -10,6 +10,7 @@ The text repeats itself, so that a lookup in the text so far finds something, an
 
 from __future__ import annotations
 
+import hmac
 import secrets
 import uuid
 from collections.abc import Sequence
@@ -119,7 +120,7 @@ class Trial:
 
     def join(self, handle: int, ticket: bytes) -> StartInfo:
         """The draft's first word. Raises PermissionDenied TICKET, InvalidArgument HANDLE if it has joined before."""
-        if ticket != self.ticket:
+        if not hmac.compare_digest(ticket, self.ticket):
             raise PermissionDenied("TICKET", "wrong ticket for the canary", field="join.ticket")
         if self.handle is not None:
             raise InvalidArgument("HANDLE", f"the canary has been joined as {self.handle}", field="join.handle")

@@ -21,13 +21,13 @@ from draftwood.errors import (
     Internal,
     InvalidArgument,
     NotFound,
-    PermissionDenied,
     ResourceExhausted,
 )
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS, MOST_DEPTH, StepPart, WidthReason, get_logger
+from draftwood.tickets import check_ticket
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.constraints import MaskFiller
@@ -230,15 +230,24 @@ class Engine:
             session.drafts.pop(link, None)
             session.tree.detach(link)
 
-    def join(self, link: int, handle: int, session_id: str, ticket: bytes) -> StartInfo:
-        """Lets a draft worker serve a session; raises NotFound SESSION_UNKNOWN, PermissionDenied TICKET, or
-        FailedPrecondition RULE_UNSUPPORTED if the draft cannot draw what the session's rule needs.
+    def check_ticket(self, session_id: str, ticket: bytes, worker: str) -> None:
+        """Whether the draft worker of that incarnation may join; raises NotFound SESSION_UNKNOWN and as
+        ``tickets.check_ticket``.
         """
+        session = self._session(session_id)
+        check_ticket(ticket, session.request.ticket_key, session_id, worker, self.clock() - session.admitted_s)
+
+    def _session(self, session_id: str) -> Session:
         session = self.sessions.get(session_id)
         if session is None:
             raise NotFound("SESSION_UNKNOWN", f"no session {session_id!r} is running here", field="join.session_id")
-        if not session.request.ticket or ticket != session.request.ticket:
-            raise PermissionDenied("TICKET", f"wrong ticket for session {session_id!r}", field="join.ticket")
+        return session
+
+    def join(self, link: int, handle: int, session_id: str) -> StartInfo:
+        """Lets a draft worker serve a session; raises NotFound SESSION_UNKNOWN, InvalidArgument HANDLE, or
+        FailedPrecondition RULE_UNSUPPORTED if the draft cannot draw what the session's rule needs.
+        """
+        session = self._session(session_id)
         if handle in self._links[link].sessions or link in session.drafts:
             raise InvalidArgument("HANDLE", f"handle {handle} or session {session_id!r} is in use", field="join.handle")
         request = session.request

@@ -19,6 +19,7 @@ import torch
 from draftwood.acceptance import FinishReason, Rule
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
+from draftwood.rpc.access import server_access
 from draftwood.rpc.server import RpcServer
 from draftwood.runtime.demo_model import DEMO, TARGET_NAME, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
@@ -76,7 +77,7 @@ class VerifierServer:
         self.incarnation = uuid.uuid4().hex
         self.failure: BaseException | None = None
         self.draining = False
-        self._rpc = RpcServer()
+        self._rpc = RpcServer(access=server_access(settings))
         self._rpc.add(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], self)
         self._worker: Worker[Outcome] = Worker("verifier-engine", self._publish)
         self._loaded: Loaded | None = None

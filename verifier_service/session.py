@@ -29,7 +29,7 @@ class GenerateRequest:
     """A checked request, in tokens."""
 
     session_id: str
-    ticket: bytes  # empty: no draft may join
+    ticket_key: bytes = field(repr=False)  # that drafts' tickets are made with; empty: no draft may join
     prompt: tuple[int, ...]
     resume: tuple[int, ...]  # tokens generated before, by an earlier run of the same request
     sampling: SamplingParams

@@ -183,7 +183,8 @@ class DraftLink:
         if trial and handle == trial.handle:
             raise InvalidArgument("HANDLE", f"handle {handle} is in use for the canary", field="join.handle")
         if not trial or session_id != trial.session_id:
-            return engine.join(self.link_id, handle, session_id, ticket)
+            engine.check_ticket(session_id, ticket, self.incarnation)
+            return engine.join(self.link_id, handle, session_id)
         if handle in engine.handles(self.link_id):
             raise InvalidArgument("HANDLE", f"handle {handle} is in use", field="join.handle")
         return trial.join(handle, ticket)

@@ -155,7 +155,7 @@ def _hear(engine: Engine, drafter: LmDrafter, outcome: Outcome, run: Run) -> Non
     """Has the draft join what was admitted and follow what was committed."""
     for name in outcome.admitted:
         handle, request = int(name[1:]) + 1, engine.sessions[name].request
-        start = engine.join(0, handle, name, b"t")
+        start = engine.join(0, handle, name)
         told = SessionStart(start.epoch, start.tokens, request.sampling, start.budget, 49152, 255, 32, 8192)
         drafter.open((0, handle), told)
     for e in outcome.emitted:

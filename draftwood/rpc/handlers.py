@@ -1,4 +1,4 @@
-"""What every call of every service goes through: decoding, admission, error statuses, counting.
+"""What every call of every service goes through: admission, decoding, error statuses, counting.
 
 Handlers are made from a service's descriptor. A servicer has one method for each RPC, by the RPC's name, taking the
 request, or an async iterator of requests, and the context: a coroutine function if the response is unary, an async
@@ -19,7 +19,15 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
 
-from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted
+from draftwood.errors import (
+    DraftwoodError,
+    Internal,
+    InvalidArgument,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
+from draftwood.rpc.access import Access
 from draftwood.rpc.status import to_status
 from draftwood.telemetry import Metrics, get_logger
 
@@ -41,9 +49,10 @@ class DecodeFailure:
 class CallGuard:
     """Admits the calls of one server and turns what they raise into statuses."""
 
-    def __init__(self, max_concurrent: int, metrics: Metrics) -> None:
+    def __init__(self, max_concurrent: int, metrics: Metrics, access: Access) -> None:
         self._max_concurrent = max_concurrent
         self._metrics = metrics
+        self._access = access
         self._running = 0
 
     async def run(self, method: str, context: Context, body: Callable[[], Awaitable[T]]) -> T:
@@ -51,6 +60,7 @@ class CallGuard:
         self._running += 1
         try:
             self._admit()
+            self._access.admit(method, context)
             result = await body()
         except Exception as error:
             await self._fail(method, context, error)
@@ -76,6 +86,8 @@ class CallGuard:
         if not isinstance(error, DraftwoodError):
             log.error("rpc_failed", method=method, exc_info=error)
             error = Internal("INTERNAL", "the server failed; its log has the details")
+        if isinstance(error, Unauthenticated | PermissionDenied):
+            log.info("call_refused", method=method, peer=context.peer(), error=str(error))
         self._count(method, error.status)
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
@@ -94,7 +106,10 @@ def method_name(method: MethodDescriptor) -> str:
 
 
 def build_handlers(service: ServiceDescriptor, servicer: object, guard: CallGuard) -> grpc.GenericRpcHandler:
-    """Handlers of all methods of ``service``; AttributeError if the servicer lacks one."""
+    """Handlers of all methods of ``service``; AttributeError if the servicer lacks one.
+
+    A request is decoded when its call has been admitted, so that nobody else's bytes reach the parser.
+    """
     handlers = {
         method.name: _method_handler(method, getattr(servicer, method.name), guard) for method in service.methods
     }
@@ -105,13 +120,19 @@ def _method_handler(
     method: MethodDescriptor, serve: Callable[..., Any], guard: CallGuard
 ) -> grpc.RpcMethodHandler[Any, Any]:
     name = method_name(method)
-    encode = GetMessageClass(method.output_type).SerializeToString
+    encode, decode = GetMessageClass(method.output_type).SerializeToString, _decoder(method)
     respond = _streaming(serve, encode) if method.server_streaming else _unary(serve, encode)
 
-    async def handle(request: Any, context: Context) -> Any:
-        return await guard.run(name, context, lambda: respond(request, context))
+    async def handle(request: bytes, context: Context) -> Any:
+        return await guard.run(name, context, lambda: respond(_raised(decode(request)), context))
 
-    return _FACTORIES[method.client_streaming, method.server_streaming](handle, request_deserializer=_decoder(method))
+    async def handle_stream(requests: Any, context: Context) -> Any:  # gRPC decodes each as it is asked for
+        return await guard.run(name, context, lambda: respond(requests, context))
+
+    factory = _FACTORIES[method.client_streaming, method.server_streaming]
+    if method.client_streaming:
+        return factory(handle_stream, request_deserializer=decode)
+    return factory(handle)
 
 
 _FACTORIES: Final = {
@@ -126,7 +147,7 @@ Respond = Callable[[Any, Context], Awaitable[bytes | None]]
 
 def _unary(serve: Callable[..., Awaitable[Message]], encode: Callable[[Message], bytes]) -> Respond:
     async def respond(request: Any, context: Context) -> bytes:
-        return encode(await serve(_decoded(request), context))
+        return encode(await serve(request, context))
 
     return respond
 
@@ -134,7 +155,7 @@ def _unary(serve: Callable[..., Awaitable[Message]], encode: Callable[[Message],
 def _streaming(serve: Callable[..., AsyncGenerator[Message, None]], encode: Callable[[Message], bytes]) -> Respond:
     async def respond(request: Any, context: Context) -> None:
         await context.send_initial_metadata(())
-        async with aclosing(serve(_decoded(request), context)) as responses:
+        async with aclosing(serve(request, context)) as responses:
             async for response in responses:
                 await context.write(encode(response))
 
@@ -154,7 +175,7 @@ def _decoder(method: MethodDescriptor) -> Callable[[bytes], Message | DecodeFail
     return decode
 
 
-def _decoded(request: T | DecodeFailure) -> T:
+def _raised(request: T | DecodeFailure) -> T:
     if isinstance(request, DecodeFailure):
         raise request.error
     return request

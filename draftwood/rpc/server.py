@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_status import rpc_status
 
-from draftwood.errors import InvalidArgument, Unavailable
+from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
+from draftwood.rpc.access import Access, Context
 from draftwood.rpc.handlers import CallGuard, DecodeFailure, build_handlers, method_name
+from draftwood.rpc.status import to_status
 from draftwood.telemetry import METRICS, Metrics
 
 __all__ = ["DecodeFailure", "RpcServer"]
@@ -26,7 +29,7 @@ class RpcServer:
 
     A request over ``max_message_bytes`` ends its call with RESOURCE_EXHAUSTED before a servicer sees it. Over
     ``max_concurrent`` calls, further ones are refused at once; health and reflection do not count and go on answering.
-    Health is NOT_SERVING until ``set_serving``.
+    Health is NOT_SERVING until ``set_serving``. ``access`` says who may call; without it, whoever reaches loopback.
     """
 
     def __init__(
@@ -34,10 +37,12 @@ class RpcServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_concurrent: int = MAX_CONCURRENT,
         metrics: Metrics = METRICS,
+        access: Access | None = None,
     ) -> None:
         self._max_message_bytes = max_message_bytes
         self._metrics = metrics
-        self._guard = CallGuard(max_concurrent, metrics)
+        self._access = access or Access()
+        self._guard = CallGuard(max_concurrent, metrics, self._access)
         self._services: list[tuple[ServiceDescriptor, object]] = []
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -50,13 +55,15 @@ class RpcServer:
     async def start(self, listen: str) -> str:
         """Starts on host:port and returns the same with the bound port (0 picks a free one).
 
-        Raises InvalidArgument CONFIG if ``listen`` is no such address, Unavailable BIND if it cannot be had.
+        Raises InvalidArgument CONFIG if ``listen`` is no such address, Unavailable BIND if it cannot be had,
+        FailedPrecondition LISTEN_OPEN if others could reach it unchecked.
         """
         host = _host(listen)
+        credentials = self._access.credentials(host)
         server = grpc.aio.server(options=_options(self._max_message_bytes))
         self._register(server)
         await self.set_serving(False)
-        port = _bind(server, listen)
+        port = _bind(server, listen, credentials)
         await server.start()
         self._server = server
         return f"{host}:{port}"
@@ -65,7 +72,8 @@ class RpcServer:
         server.add_generic_rpc_handlers([build_handlers(*entry, self._guard) for entry in self._services])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [service.full_name for service, _ in self._services]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        reflected = _Reflection(self._access, [*names, health.SERVICE_NAME, reflection.SERVICE_NAME])
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, server)
 
     def set_serving(self, serving: bool) -> asyncio.Future[list[None]]:
         """Flips the health of every service and of the server as a whole (""); await it to have told the watchers."""
@@ -81,6 +89,23 @@ class RpcServer:
             await self._server.stop(grace_s)
 
 
+class _Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]
+    """For callers of any role."""
+
+    def __init__(self, access: Access, names: Sequence[str]) -> None:
+        super().__init__(service_names=names)
+        self._access = access
+
+    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+        try:
+            if not self._access.open:
+                self._access.identify(context)
+        except DraftwoodError as error:
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+        async for response in super().ServerReflectionInfo(requests, context):
+            yield response
+
+
 def _host(listen: str) -> str:
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and int(port) < 2**16):
@@ -88,8 +113,10 @@ def _host(listen: str) -> str:
     return host
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> int:
+def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> int:
     try:
+        if credentials:
+            return server.add_secure_port(listen, credentials)
         return server.add_insecure_port(listen)
     except RuntimeError as error:
         raise Unavailable("BIND", f"cannot listen on {listen}: {error}") from error

@@ -90,7 +90,7 @@ def serve(engine: Engine, requests: Sequence[GenerateRequest], drafters: Sequenc
     for handle, r in enumerate(requests, 1):
         engine.submit(r)
         for link, drafter in enumerate(drafters):
-            start = engine.join(link, handle, r.session_id, r.ticket)
+            start = engine.join(link, handle, r.session_id)
             told = SessionStart(start.epoch, start.tokens, r.sampling, start.budget, 49152, 255, 32, 8192)
             drafter.open((link, handle), told)
     ended = 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftwood.config import DraftSettings, VerifierSettings
 from draftwood.errors import DraftwoodError, NotFound, PermissionDenied
+from draftwood.rpc.access import server_access
 from draftwood.rpc.server import RpcServer
 from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.wire import error_to_proto
@@ -63,7 +64,7 @@ class ScriptedVerifier:
         self.address = ""
         self.joined: dict[str, int] = {}  # drafts attached, by session
         self._running = 0
-        self._rpc = RpcServer()
+        self._rpc = RpcServer(access=server_access(self.settings))
         self._rpc.add(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], self)
 
     async def start(self) -> str:
@@ -191,7 +192,7 @@ class ScriptedDraft:
         self.attached: dict[str, draft_pb2.AttachRequest] = {}
         self.history: list[draft_pb2.AttachRequest] = []
         self.detached: list[str] = []
-        self._rpc = RpcServer()
+        self._rpc = RpcServer(access=server_access(self.settings))
         self._rpc.add(draft_pb2.DESCRIPTOR.services_by_name["DraftService"], self)
 
     async def start(self) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from draftwood.config import VerifierSettings
 from draftwood.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from draftwood.tickets import check_ticket
 from draftwood.v1 import router_pb2, verifier_pb2
 from router.server import LONGEST_DEADLINE_S
 from tests.router.harness import ScriptedCluster, until
@@ -131,7 +132,7 @@ async def test_cancel_reaches_verifier_and_drafts(cluster: ScriptedCluster) -> N
     assert (status.verifiers[0].sessions, status.drafts[0].sessions, status.requests_failed) == (0, 0, 0)
 
 
-async def test_drafts_of_distinct_kinds_are_attached_with_the_ticket(cluster: ScriptedCluster) -> None:
+async def test_drafts_of_distinct_kinds_are_attached_each_with_a_ticket_of_its_own(cluster: ScriptedCluster) -> None:
     verifier = await cluster.verifier(step_s=0.02)
     drafts = [await cluster.draft("lm"), await cluster.draft("lm"), await cluster.draft("ngram")]
     await cluster.serve([verifier], drafts, drafts_per_session=2)
@@ -141,10 +142,12 @@ async def test_drafts_of_distinct_kinds_are_attached_with_the_ticket(cluster: Sc
     (request,) = verifier.log.requests
     attached = [entry for draft in drafts for entry in draft.history]
     assert sorted(draft.settings.kind for draft in drafts if draft.history) == ["lm", "ngram"]
-    assert {(entry.session_id, entry.ticket, entry.verifier_address) for entry in attached} == {
-        (request.session_id, request.ticket, verifier.address)
-    }
-    assert len(request.ticket) == 16
+    assert {(e.session_id, e.verifier_address) for e in attached} == {(request.session_id, verifier.address)}
+    assert len(request.ticket) == 32
+    for draft in drafts:
+        for entry in draft.history:
+            check_ticket(entry.ticket, request.ticket, request.session_id, draft.incarnation, 0.0)
+    assert len({entry.ticket for entry in attached}) == 2, "each worker has its own"
     await until(lambda: not any(draft.attached for draft in drafts))
 
 

@@ -21,7 +21,8 @@ from draftwood.config import DraftSettings, RouterSettings, VerifierSettings
 from draftwood.errors import DraftwoodError
 from draftwood.rpc.channel import open_channel
 from draftwood.rpc.status import from_rpc_error
-from draftwood.v1 import verifier_pb2, verifier_pb2_grpc
+from draftwood.tickets import issue_ticket
+from draftwood.v1 import draft_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwood.wire import error_from_proto
 from router.server import RouterServer
 from tests.services.models import Models
@@ -230,6 +231,12 @@ async def refused(call: Any) -> Refusal:
     except grpc.RpcError as error:
         return Refusal(said, from_rpc_error(error), events)
     raise AssertionError(f"the call was not refused: {events}")
+
+
+def attach_request(worker: Any, session_id: str, key: bytes, verifier_address: str) -> draft_pb2.AttachRequest:
+    """What a router asks of a draft worker; ``key``: the ``ticket`` of the session's request."""
+    ticket = issue_ticket(key, session_id, worker.incarnation, 0.0)
+    return draft_pb2.AttachRequest(session_id=session_id, ticket=ticket, verifier_address=verifier_address)
 
 
 def verifier_request(

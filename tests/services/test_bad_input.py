@@ -19,6 +19,7 @@ import pytest_asyncio
 
 from draftwood.errors import DraftwoodError
 from draftwood.rpc.status import from_rpc_error
+from draftwood.tickets import issue_ticket
 from draftwood.v1 import draft_pb2, router_pb2, router_pb2_grpc, verifier_pb2
 from draftwood.wire import tokenizer_to_proto
 from tests.services.models import CONTEXT, SIZE, Models
@@ -567,12 +568,12 @@ async def test_join_of_an_unknown_session(rig: Rig) -> None:
         await works(rig, draft)
 
 
-@pytest.mark.parametrize("ticket", [b"", b"Ticket", TICKET + b"\0"])
+@pytest.mark.parametrize("ticket", [b"", b"Ticket", TICKET, bytes(20), bytes(2**16)])
 async def test_join_with_a_wrong_ticket(rig: Rig, ticket: bytes) -> None:
     async with rig.unimpressed(), session(rig) as (name, _):
         draft = await rig.draft()
         await draft.hello()
-        await draft.ask_to_join(name, ticket, 1)
+        await draft.show_ticket(name, ticket, 1)
         check(await draft.error(), "PERMISSION_DENIED", "TICKET", "join.ticket")
         draft.close()
 
@@ -583,8 +584,9 @@ async def test_join_of_a_session_that_wants_no_draft(rig: Rig) -> None:
         await until(lambda: "closed" in rig.cluster.engine.sessions)
         draft = await rig.draft()
         await draft.hello()
-        await draft.ask_to_join("closed", b"", 1)
-        check(await draft.error(), "PERMISSION_DENIED", "TICKET")
+        for ticket in (b"", issue_ticket(b"", "closed", draft.incarnation, 0.0)):
+            await draft.show_ticket("closed", ticket, 1)
+            check(await draft.error(), "PERMISSION_DENIED", "TICKET")
         draft.close()
         assert len(await tokens_of(call)) == 60
 

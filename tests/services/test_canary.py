@@ -196,11 +196,12 @@ async def test_the_canarys_handle_is_its_own_and_its_ticket_needed(stack: Stack)
     draft = HandDraft(channel)
     canary = (await draft.hello()).canary
     await draft.join("s", b"t", 1)
-    await draft.ask_to_join(canary.session_id, b"wrong", 2)
+    await draft.show_ticket(canary.session_id, b"wrong", 2)
     assert (await draft.error()).reason == "TICKET"
-    await draft.ask_to_join(canary.session_id, canary.ticket, 1)
+    await draft.show_ticket(canary.session_id, canary.ticket, 1)
     assert (await draft.error()).reason == "HANDLE"
-    start = await draft.join(canary.session_id, canary.ticket, 2)
+    await draft.show_ticket(canary.session_id, canary.ticket, 2)
+    start = await draft.start()
     assert (start.epoch, start.temperature, start.rule) == (0, 0.0, draft_pb2.RULE_GREEDY)
     assert start.remaining_tokens == MOST_TOKENS and start.budget
     await draft.ask_to_join("other", b"t", 2)
@@ -208,7 +209,7 @@ async def test_the_canarys_handle_is_its_own_and_its_ticket_needed(stack: Stack)
     await draft.grow(handle=2, epoch=7)
     assert (await draft.error()).reason == "TREE_EPOCH"
     await draft.say(draft_pb2.SpeculateRequest(leaves=[draft_pb2.Leave(handle=2)]))
-    await draft.ask_to_join(canary.session_id, canary.ticket, 3)
+    await draft.show_ticket(canary.session_id, canary.ticket, 3)
     assert (await draft.error()).reason == "SESSION_UNKNOWN", "given up once, it is over"
     assert not any(link.canary for link in verifier._links.values())
     draft.close()

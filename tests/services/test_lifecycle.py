@@ -25,6 +25,7 @@ from tests.services.stack import (
     Cluster,
     Stack,
     Text,
+    attach_request,
     collect,
     engine_of,
     health,
@@ -188,7 +189,7 @@ async def test_verifier_tells_its_drafts_to_stop(stack: Stack, how: str) -> None
     )
     await until(lambda: "s" in engine_of(verifier).sessions)
     worker: Any = draft_pb2_grpc.DraftServiceStub(await stack.channel(draft))
-    await worker.Attach(draft_pb2.AttachRequest(session_id="s", ticket=b"t", verifier_address=verifier.address))
+    await worker.Attach(attach_request(draft, "s", b"t", verifier.address))
     await until(lambda: sessions_of(draft) == 1)
     if how == "cancelled":
         call.cancel()
@@ -208,7 +209,7 @@ async def test_detach_before_the_start_arrives_leaves_no_session_in_the_worker(s
     call = verifier_stub(channel).Generate(verifier_request("s", b"t", max_tokens=30, ignore_eos=True))
     await until(lambda: "s" in cluster.engine.sessions)
     worker: Any = draft_pb2_grpc.DraftServiceStub(await stack.channel(cluster.drafts[0]))
-    request = draft_pb2.AttachRequest(session_id="s", ticket=b"t", verifier_address=cluster.verifier.address)
+    request = attach_request(cluster.drafts[0], "s", b"t", cluster.verifier.address)
     await worker.Attach(request)
     await worker.Detach(draft_pb2.DetachRequest(session_id="s"))
     for _ in range(5):
@@ -227,7 +228,7 @@ async def test_attach_is_idempotent(stack: Stack) -> None:
     call = verifier_stub(channel).Generate(verifier_request("s", b"t", max_tokens=60, ignore_eos=True))
     await until(lambda: "s" in cluster.engine.sessions)
     worker: Any = draft_pb2_grpc.DraftServiceStub(await stack.channel(cluster.drafts[0]))
-    request = draft_pb2.AttachRequest(session_id="s", ticket=b"t", verifier_address=cluster.verifier.address)
+    request = attach_request(cluster.drafts[0], "s", b"t", cluster.verifier.address)
     await asyncio.gather(*(worker.Attach(request) for _ in range(4)))
     await until(lambda: sessions_of(cluster.drafts[0]) == 1)
     assert cluster.engine.totals.refused == 0

@@ -12,6 +12,7 @@ import grpc
 from draftwood.errors import DraftwoodError, Unavailable
 from draftwood.rpc.server import RpcServer
 from draftwood.rpc.status import from_rpc_error
+from draftwood.tickets import issue_ticket
 from draftwood.v1 import draft_pb2, tree_pb2, verifier_pb2
 from draftwood.wire import error_from_proto
 from tests.services.stack import within
@@ -31,6 +32,7 @@ class HandDraft:
         )
         self.call: Any = method()
         self.heard: list[draft_pb2.SpeculateResponse] = []
+        self.incarnation = "h"
 
     async def say(self, message: draft_pb2.SpeculateRequest | bytes) -> None:
         await within(TIMEOUT_S, self.call.write(message))
@@ -46,24 +48,35 @@ class HandDraft:
         return message
 
     async def hello(self, **draft: Any) -> draft_pb2.Welcome:
-        info = draft_pb2.DraftInfo(**({"kind": "hand", "incarnation": "h"} | draft))
+        info = draft_pb2.DraftInfo(**({"kind": "hand", "incarnation": self.incarnation} | draft))
+        self.incarnation = info.incarnation
         await self.say(draft_pb2.SpeculateRequest(hello=draft_pb2.Hello(protocol_version=1, draft=info)))
         return (await self.hear()).welcome
 
-    async def ask_to_join(self, session_id: str, ticket: bytes, handle: int) -> None:
+    async def ask_to_join(self, session_id: str, key: bytes, handle: int) -> None:
+        """``key``: the ``ticket`` of the session's request, which its tickets are made with."""
+        await self.show_ticket(session_id, issue_ticket(key, session_id, self.incarnation, 0.0), handle)
+
+    async def show_ticket(self, session_id: str, ticket: bytes, handle: int) -> None:
         join = draft_pb2.Join(session_id=session_id, ticket=ticket, handle=handle)
         await self.say(draft_pb2.SpeculateRequest(joins=[join]))
 
-    async def join(self, session_id: str, ticket: bytes, handle: int) -> draft_pb2.Start:
+    async def join(self, session_id: str, key: bytes, handle: int) -> draft_pb2.Start:
         """Joins; a session that is not there yet is asked for again."""
         for _ in range(200):
-            await self.ask_to_join(session_id, ticket, handle)
+            await self.ask_to_join(session_id, key, handle)
             while not (message := await self.hear()).starts and not message.errors:
                 pass
             if message.starts:
                 return message.starts[0]
             await asyncio.sleep(0.01)
         raise AssertionError(f"cannot join {session_id}: {message}")
+
+    async def start(self) -> draft_pb2.Start:
+        """The next answer to a join that must succeed."""
+        while not (message := await self.hear()).starts:
+            assert not message.errors, message
+        return message.starts[0]
 
     async def error(self) -> DraftwoodError:
         """The next in-band error."""

@@ -44,7 +44,7 @@ class GuessingDraft:
     repeats: int = 0  # tokens that occurred on two branches of a tree
 
     def join(self, engine: Engine, name: str, handle: int) -> None:
-        start = engine.join(1, handle, name, b"t")
+        start = engine.join(1, handle, name)
         self.names[handle], self.next_id[handle] = name, 1
         self.draw(engine, handle, start.epoch, len(start.tokens))
 

@@ -30,7 +30,7 @@ class LmDraft:
     link: int = 0
 
     def join(self, engine: Engine, name: str, handle: int) -> None:
-        start = engine.join(self.link, handle, name, b"t")
+        start = engine.join(self.link, handle, name)
         sampling = SamplingParams(start.temperature, seed=start.seed)
         told = SessionStart(start.epoch, start.tokens, sampling, start.budget, VOCAB, 255, 32, 512, start.rule)
         self.drafter.open((self.link, handle), told)

@@ -109,7 +109,7 @@ def make_engine(model: PreTrainedModel, **settings: object) -> Engine:
 
 def request(name: str, prompt: list[int], tokens: int, sampling: SamplingParams, **more: object) -> GenerateRequest:
     fields = {
-        "session_id": name, "ticket": b"t", "prompt": tuple(prompt), "resume": (), "sampling": sampling,
+        "session_id": name, "ticket_key": b"t", "prompt": tuple(prompt), "resume": (), "sampling": sampling,
         "ending": Ending(frozenset(), tokens), "max_nodes": 12,
     } | more  # fmt: skip
     return GenerateRequest(**fields)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ class ScriptedDraft:
     delayed: list[Callable[[Engine], None]] = field(default_factory=list)
 
     def join(self, engine: Engine, name: str, handle: int) -> None:
-        start = engine.join(self.link, handle, name, b"t")
+        start = engine.join(self.link, handle, name)
         self.names[handle], self.next_id[handle] = name, 1
         self.draw(engine, handle, start.epoch, len(start.tokens))
 

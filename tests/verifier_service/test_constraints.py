@@ -109,7 +109,7 @@ def make_engine(runtime: TableRuntime, vocab: int = SIZE) -> Engine:
 
 def request_of(name: str, constraint: Constraint | None, **more: Any) -> GenerateRequest:
     fields = {
-        "session_id": name, "ticket": b"t", "prompt": (3, 4), "resume": (), "sampling": SamplingParams(),
+        "session_id": name, "ticket_key": b"t", "prompt": (3, 4), "resume": (), "sampling": SamplingParams(),
         "ending": Ending(ENDS, 120), "max_nodes": 12, "constraint": constraint,
     } | more  # fmt: skip
     return GenerateRequest(**fields)
@@ -143,7 +143,7 @@ def compiled(compiler: GrammarCompiler, request: GenerateRequest) -> GenerateReq
 
 def alone(request: GenerateRequest) -> GenerateRequest:
     """The same without drafts."""
-    return replace(request, max_nodes=0, ticket=b"")
+    return replace(request, max_nodes=0, ticket_key=b"")
 
 
 def text_of(codec: TextCodec, text: Text) -> str:

@@ -38,7 +38,7 @@ class Rig:
         self.engine.submit(request("s", PROMPT, max_tokens, SamplingParams(), max_nodes=nodes))
         for link in links:
             self.engine.open_link(link, f"draft-{link}")
-            self.engine.join(link, 1, "s", b"t")
+            self.engine.join(link, 1, "s")
         self.session = self.engine.sessions["s"]
         self.next_id = 1
 

@@ -48,7 +48,7 @@ class RightDraft:
         self.next_id: dict[int, int] = {}
 
     def join(self, engine: Engine, name: str, handle: int) -> None:
-        start = engine.join(0, handle, name, b"t")
+        start = engine.join(0, handle, name)
         self.names[handle], self.next_id[handle] = name, 1
         self.draw(engine, handle, start.epoch, len(start.tokens))
 
@@ -299,7 +299,7 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was() -> None:
     assert (count(METRICS.preemptions) - before, young.stats.preemptions) == (1, 1)
     told, epoch = len(young.tokens), young.tree.epoch
     assert young.tree.size == 5, "the draft had drawn for the epoch at which the session was preempted"
-    start = engine.join(1, 7, "young", b"t")
+    start = engine.join(1, 7, "young")
     assert (start.epoch, list(start.tokens)) == (epoch, truth["young"][:told])
     while not young.running:
         draft.hear(engine, engine.step())
@@ -395,7 +395,7 @@ def test_the_only_session_that_was_ready_gives_way_to_one_that_waits_for_its_dra
     engine = table_engine(16, draft_wait_ms=100)
     engine.open_link(0, "silent")
     engine.submit(request("old", [1] * 32, 20, GREEDY))
-    engine.join(0, 1, "old", b"t")
+    engine.join(0, 1, "old")
     engine.submit(request("young", [2] * 20, 20, GREEDY))
     engine.step()
     pool = engine.runtime.pool
@@ -606,7 +606,7 @@ def test_bug_21_pages_of_a_cancelled_session_wait_for_no_draft() -> None:
     for k in range(1000):
         prompt = [k % 5] * rnd.randint(1, 60)
         engine.submit(request(f"s{k}", prompt, 60, GREEDY))
-        engine.join(0, k + 1, f"s{k}", b"t")
+        engine.join(0, k + 1, f"s{k}")
         for _ in range(rnd.randint(0, 4)):
             engine.step()
         outcome = engine.cancel(f"s{k}")

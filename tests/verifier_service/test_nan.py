@@ -69,7 +69,7 @@ class Rig:
         self.engine.open_link(0, "right", frozenset({Rule.REJECTION}))
         for handle, name in enumerate(NAMES, 1):
             self.engine.submit(request(name, PROMPTS[name], TOKENS, self.sampling, rule=self.rule))
-            self.engine.join(0, handle, name, b"t")
+            self.engine.join(0, handle, name)
 
     def _forward(self, parts: Sequence[Rows]) -> Tensor:
         logits = self.forward(parts).clone()

@@ -133,7 +133,7 @@ class Lives(RuleBasedStateMachine):
         assert self.engine
         name = list(self.engine.sessions)[seed % len(self.engine.sessions)]
         if not self.engine.sessions[name].drafts:
-            self.engine.join(0, int(name[1:]) + 1, name, b"t")
+            self.engine.join(0, int(name[1:]) + 1, name)
 
     @precondition(lambda self: self.engine and self.engine.sessions)
     @rule(seed=seeds)

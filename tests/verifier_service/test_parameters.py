@@ -98,7 +98,7 @@ def random_request(rnd: random.Random, name: str, seeds: list[int]) -> GenerateR
 
 def endless(request: GenerateRequest) -> GenerateRequest:
     """The same request without stops and drafts: its text is what the other's is the start of."""
-    return replace(request, ending=Ending(frozenset(), request.ending.max_tokens), max_nodes=0, ticket=b"")
+    return replace(request, ending=Ending(frozenset(), request.ending.max_tokens), max_nodes=0, ticket_key=b"")
 
 
 def cut(tokens: list[int], ending: Ending) -> tuple[list[int], FinishReason]:
@@ -227,7 +227,7 @@ def test_tokens_that_the_forward_chose_are_replaced_where_there_is_more_to_it() 
 
 
 def text_of(sampling: SamplingParams, runtime: TableRuntime, draft: bool, **more: Any) -> Text:
-    fields = {"session_id": "s", "ticket": b"t", "prompt": (1, 2), "resume": (), "max_nodes": 12} | more
+    fields = {"session_id": "s", "ticket_key": b"t", "prompt": (1, 2), "resume": (), "max_nodes": 12} | more
     asked = GenerateRequest(sampling=sampling, **{"ending": Ending(frozenset(), 8)} | fields)
     truth = greedy_text([1, 2], 12)
     guesses = GuessingDraft(random.Random(3), {"s": truth}, VOCAB, always=True) if draft else None

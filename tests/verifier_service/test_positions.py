@@ -103,7 +103,7 @@ def serve(engine: Engine, draft: PartlyRight, rule: SamplingParams) -> Served:
     record(engine, served)
     engine.open_link(0, "partly right")
     engine.submit(request("s", PROMPT, TOKENS, rule, max_nodes=40))
-    engine.join(0, 1, "s", b"t")
+    engine.join(0, 1, "s")
     while engine.sessions:
         outcome = engine.step()
         assert not outcome.failed

@@ -63,7 +63,7 @@ class Chain:
     next_id: int = 1
 
     def join(self, engine: Engine, name: str, handle: int) -> None:
-        start = engine.join(0, handle, name, b"t")
+        start = engine.join(0, handle, name)
         self.draw(engine, start.epoch, len(start.tokens))
 
     def hear(self, engine: Engine, outcome: Outcome) -> None:

@@ -95,7 +95,7 @@ class SamplingDraft:
     late: list[Callable[[Engine], None]] = field(default_factory=list)
 
     def join(self, engine: Engine, name: str, handle: int) -> None:
-        start = engine.join(self.link, handle, name, b"t")
+        start = engine.join(self.link, handle, name)
         self.text[handle], self.nodes[handle], self.next_id[handle] = start.tokens, [], 1
         self.draw(engine, handle, start.epoch)
 
@@ -284,7 +284,7 @@ def test_without_a_draft_the_text_is_sampled_all_the_same() -> None:
     engine = make_engine(model())
     found = {}
     for seed in range(1000):
-        engine.submit(request(f"{seed}", PROMPT, 3, replace(PARAMS, seed=seed), rule=Rule.REJECTION, ticket=b""))
+        engine.submit(request(f"{seed}", PROMPT, 3, replace(PARAMS, seed=seed), rule=Rule.REJECTION, ticket_key=b""))
         found[seed] = ()
     while engine.sessions:
         for emitted in engine.step().emitted:
@@ -323,7 +323,7 @@ def test_a_draft_that_cannot_sample_is_refused_and_the_session_goes_on() -> None
     engine = make_engine(model())
     engine.open_link(0, "ids only")
     engine.submit(request("s", PROMPT, 3, PARAMS, rule=Rule.REJECTION))
-    assert reason(lambda: engine.join(0, 1, "s", b"t")) == ("RULE_UNSUPPORTED", "hello.draft.rules")
+    assert reason(lambda: engine.join(0, 1, "s")) == ("RULE_UNSUPPORTED", "hello.draft.rules")
     assert not engine.sessions["s"].drafts
     while engine.sessions:
         assert not engine.step().failed
@@ -334,7 +334,7 @@ def test_the_draft_is_told_the_rule_and_not_the_seed_that_decides() -> None:
     engine.open_link(0, "sampling", REJECTION)
     for handle, rule in enumerate((Rule.REJECTION, Rule.SHARED_NOISE, Rule.TYPICAL), 1):
         engine.submit(request(f"{handle}", PROMPT, 9, replace(PARAMS, seed=77), rule=rule))
-        start = engine.join(0, handle, f"{handle}", b"t")
+        start = engine.join(0, handle, f"{handle}")
         assert (start.rule, start.seed) == (rule, 0 if rule is Rule.REJECTION else 77)
         assert start.temperature == PARAMS.temperature
 
@@ -344,7 +344,7 @@ def test_growth_must_say_what_it_was_sampled_from_where_the_rule_needs_it_and_on
     engine.open_link(0, "sampling", REJECTION)
     for handle, rule in enumerate((Rule.REJECTION, Rule.SHARED_NOISE), 1):
         engine.submit(request(f"{handle}", PROMPT, 9, PARAMS, rule=rule))
-        engine.join(0, handle, f"{handle}", b"t")
+        engine.join(0, handle, f"{handle}")
     drawn = {0: q(tuple(PROMPT))}
     token = int(drawn[0].token[0])
     without, given = nodes_of([0], [token]), nodes_of([0], [token], drawn)
@@ -380,7 +380,7 @@ def typical(seed: int, guess: Callable[[Text], int] | None, **settings: float) -
     engine = make_engine(model(), **settings)
     engine.open_link(0, "any")
     engine.submit(request("s", PROMPT, 3, replace(PARAMS, seed=seed), rule=Rule.TYPICAL))
-    engine.join(0, 1, "s", b"t")
+    engine.join(0, 1, "s")
     (first,) = engine.step().emitted[0].tokens
     if guess:
         nodes = nodes_of([0], [guess((*PROMPT, first))])

@@ -60,7 +60,7 @@ def make_pair(prompt: list[int]) -> Pair:
     drafter = LmDrafter(ModelRuntime(tiny_model("llama"), kv_pages=64, page_tokens=16), settings, "tiny", vocabulary)
     engine.open_link(LINK, "tiny")
     engine.submit(request("s", prompt, TOKENS, SamplingParams()))
-    start = engine.join(LINK, HANDLE, "s", b"t")
+    start = engine.join(LINK, HANDLE, "s")
     told = SessionStart(start.epoch, start.tokens, SamplingParams(), start.budget, VOCAB, 255, 32, 512)
     drafter.open((LINK, HANDLE), told)
     return Pair(engine, drafter, list(start.tokens))
