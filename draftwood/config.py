@@ -36,6 +36,7 @@ OF_TOPOLOGY = {
     "step_ms": ("sequoia",),
 }
 """Settings that only some topologies have a use for."""
+MOST_CHILDREN = 64
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
 
@@ -115,7 +116,7 @@ class DraftSettings(BaseSettings):
         [], description="topology sequoia: rows of a step and its milliseconds, two points or more; empty: no limit"
     )
     beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
-    branch: Positive = Field(4, le=64, description="children drawn per expanded node")
+    branch: Positive = Field(4, le=MOST_CHILDREN, description="children drawn per expanded node")
     depth: Positive = Field(8, description="levels of a round")
     nodes_per_level: int = Field(
         3,
@@ -134,7 +135,9 @@ class DraftSettings(BaseSettings):
     suffix_max: Positive = Field(16, description="longest context matched by the suffix index, tokens")
     suffix_min: Positive = Field(3, description="shortest context matched by the suffix index, tokens")
     suffix_tokens: int = Field(
-        1_000_000, ge=0, description="tokens of ended texts in the suffix index, 20 bytes each; the oldest are forgotten"
+        1_000_000,
+        ge=0,
+        description="tokens of ended texts in the suffix index, 20 bytes each; the oldest are forgotten",
     )
     load_interval_s: float = Field(1.0, gt=0, description="seconds between two load reports")
 
@@ -146,20 +149,28 @@ class DraftSettings(BaseSettings):
                 raise ValueError(f"{name} is of topology {' or '.join(topologies)}, not of {self.topology}")
         for shortest, longest in (("ngram_min", "ngram_max"), ("suffix_min", "suffix_max")):
             if getattr(self, shortest) > getattr(self, longest):
-                raise ValueError(f"{shortest} is {getattr(self, shortest)}, the limit is {longest} = {getattr(self, longest)}")
+                raise ValueError(
+                    f"{shortest} is {getattr(self, shortest)}, the limit is {longest} = {getattr(self, longest)}"
+                )
         rows = [at for at, _ in self.step_ms]
         if len(rows) == 1 or rows != sorted(set(rows)):
             raise ValueError(f"step_ms needs two points or more with rows ascending, got rows {rows}")
-        if (shape := self.shape()) is not None:
-            if shape.size - 1 > self.max_nodes:
-                raise ValueError(f"topology {self.topology} has {shape.size - 1} nodes, the limit is max_nodes = {self.max_nodes}")
-            deepest, widest = int(depths(shape).max()), int(shape.token.max()) + 1
-            if deepest > self.depth:
-                raise ValueError(f"topology {self.topology} has {deepest} levels, the limit is depth = {self.depth}")
-            if widest > 64:
-                raise ValueError(f"topology {self.topology} has ranks up to {widest - 1}, the limit is 63")
+        self._check_shape()
         self.part_settings()
         return self
+
+    def _check_shape(self) -> None:
+        shape = self.shape()
+        if shape is None:
+            return
+        figures = (
+            ("nodes", shape.size - 1, "max_nodes", self.max_nodes),
+            ("levels", int(depths(shape).max()), "depth", self.depth),
+            ("children of one node", int(shape.token.max()) + 1, "the most of a node", MOST_CHILDREN),
+        )
+        for what, value, name, limit in figures:
+            if value > limit:
+                raise ValueError(f"topology {self.topology} has {value} {what}, the limit is {limit} ({name})")
 
     def shape(self) -> TokenTree | None:
         """The fixed shape that the topology names, None for those that have none; raises ValueError if it is none."""

@@ -63,7 +63,9 @@ class View:
 class Topology(Protocol):
     """Used by one thread, for many sessions."""
 
-    width: int  # children of an expanded node
+    @property
+    def width(self) -> int:
+        """Children of an expanded node."""
 
     def frontier(self, view: View) -> IndexArray:
         """Unexpanded nodes of less than ``view.room`` depth to expand now, best first; none: the round is drawn."""

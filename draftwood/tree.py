@@ -156,6 +156,17 @@ def path(tree: TokenTree, node: int) -> list[int]:
     return nodes[::-1]
 
 
+def walk(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
+    """Nodes below the anchor that carry ``tokens``, as far as the tree has them; of equal siblings the first."""
+    walked: list[int] = []
+    for token in tokens:
+        children = np.nonzero((tree.parent == (walked[-1] if walked else 0)) & (tree.token == token))[0]
+        if not len(children):
+            break
+        walked.append(int(children[0]))
+    return walked
+
+
 def select(tree: TokenTree, keep: IndexArray) -> TokenTree:
     """The tree of the nodes ``keep`` (ascending, closed under parents, the anchor included), renumbered."""
     index = np.full(tree.size + 1, GONE, np.int32)  # one more for the anchor's parent, which is -1

@@ -206,7 +206,7 @@ class LmDrafter:
 
     def _follow(self, session: _Session, tokens: tuple[int, ...]) -> None:
         """Walks the tree along the committed tokens, moves what is kept to its new slots and re-roots."""
-        walked = _walk(session.tree, tokens)
+        walked = tt.walk(session.tree, tokens)
         on_tree = len(walked) == len(tokens)
         if not session.sampled:
             self._topology.observe(_ranks_taken(session, walked, on_tree=on_tree))
@@ -392,17 +392,6 @@ def _parents(session: _Session, part: Rows) -> list[int]:
         return [0] if part.logits_from < len(part.token) else []
     newest: list[int] = session.expanded[session.tail - len(part.token) :].tolist()
     return newest
-
-
-def _walk(tree: TokenTree, tokens: tuple[int, ...]) -> list[int]:
-    """Nodes below the anchor that carry ``tokens``, as far as the tree has them."""
-    walked: list[int] = []
-    for token in tokens:
-        children = np.nonzero((tree.parent == (walked[-1] if walked else 0)) & (tree.token == token))[0]
-        if not len(children):
-            break
-        walked.append(int(children[0]))
-    return walked
 
 
 def _ranks_taken(session: _Session, walked: list[int], *, on_tree: bool) -> list[int]:
