@@ -26,7 +26,7 @@ RULES: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}]
 
 
 async def texts(cluster: Cluster, tokens: int = 24) -> int:
-    """All prompts under all rules, which must be what the target alone writes; returns how many guesses were accepted."""
+    """All prompts under all rules, which must be what the target alone writes; returns the accepted guesses."""
     accepted = 0
     for prompt in PROMPTS:
         for rule in RULES:
