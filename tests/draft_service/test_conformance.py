@@ -12,6 +12,7 @@ import pytest
 
 from draft_service.drafter import Drafter, SessionCommitted, SessionStart
 from draft_service.drafters.lm import LmDrafter
+from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.merged import MergedDrafter
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.drafters.suffix import SuffixDrafter
@@ -111,6 +112,8 @@ class Follower:
             assert 0 <= parent < own, "parents come first"
             above = tuple(self.tokens) if parent == 0 else self.paths[parent]
             assert above[: len(self.tokens)] == tuple(self.tokens), "nothing is sent below a branch not taken"
+            known = not isinstance(self.drafter, LookupDrafter) and (*above, token) in self.paths.values()
+            assert self.sampled or not known, "what lives on after a commit is not sent again"
             self.paths[own] = (*above, token)
             behind = self.paths[own][len(self.tokens) :]
             assert len(behind) <= self.max_depth and len(self.paths[own]) <= self.max_context_tokens
