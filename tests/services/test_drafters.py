@@ -75,34 +75,41 @@ async def test_several_workers_on_one_session(stack: Stack) -> None:
 async def test_what_two_workers_guess_is_one_node_at_the_verifier(stack: Stack) -> None:
     """A run of which one worker has drawn the first two tokens and another all three is accepted under ids of both."""
     verifier = await stack.verifier()
-    slow_down(verifier, 0.02)
     channel = await stack.channel(verifier)
-    options: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
     text = verifier.loaded.codec.encode("The sky is")
     text += await tokens_of(verifier_stub(channel).Generate(verifier_request("plain", **options)))
+    slow_down(verifier, 0.02)
     call = verifier_stub(channel).Generate(verifier_request("s", b"t", **options))
     short, long = HandDraft(channel), HandDraft(channel)
     for hand in (short, long):
         await hand.hello()
         await hand.join("s", b"t", 1)
-    next_id, ids = 1, [(0, 0)]
-    for _ in range(40):
-        commits = [await hand.commit() for hand in (short, long)]
-        accepted = [list(c.node_id[-c.accepted[-1] :]) if c.accepted[-1] == 3 else [] for c in commits]
-        ids = list(zip(*accepted, strict=False))
-        if len(ids) == 3 and commits[0].epoch[-1] == commits[1].epoch[-1]:
+    for next_id in range(1, 90, 3):
+        told, other = await same_epoch(short, long)
+        if told.accepted[-1] == other.accepted[-1] == 3:
             break
-        for hand, commit, count in zip((short, long), commits, (2, 3), strict=True):
-            run = text[commit.length[-1] :][:count]
-            await hand.grow(
-                epoch=commit.epoch[-1], first_id=next_id, parent_base=next_id - 1, parent=[*range(count)], token=run
-            )
-        next_id += 3
-    first = ids[0][0]
-    assert first > 0 and ids == [(first, first), (first + 1, first + 1), (0, first + 2)]
+        run = text[told.length[-1] :]
+        base = {"epoch": told.epoch[-1], "first_id": next_id, "parent_base": next_id - 1}
+        await short.grow(**base, parent=[0, 1], token=run[:2])
+        await long.grow(**base, parent=[0, 1, 2], token=run[:3])
+    first = told.node_id[-3]
+    assert first > 0 and list(told.node_id[-3:]) == [first, first + 1, 0], "the third is not of the first worker"
+    assert list(other.node_id[-3:]) == [first, first + 1, first + 2]
     for each in (short, long):
         each.close()
     call.cancel()
+
+
+async def same_epoch(one: HandDraft, other: HandDraft) -> tuple[draft_pb2.Commits, draft_pb2.Commits]:
+    """The next commit that both are told."""
+    a, b = await one.commit(), await other.commit()
+    while a.epoch[-1] != b.epoch[-1]:
+        if a.epoch[-1] < b.epoch[-1]:
+            a = await one.commit()
+        else:
+            b = await other.commit()
+    return a, b
 
 
 async def test_the_suffix_index_learns_from_ended_texts(stack: Stack) -> None:
