@@ -15,7 +15,9 @@ import torch
 from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import Drafter
 from draft_service.drafters.lm import LmDrafter
+from draft_service.drafters.merged import MergedDrafter
 from draft_service.drafters.ngram import NgramDrafter
+from draft_service.drafters.suffix import SuffixDrafter
 from draft_service.link import RULES, VerifierLink
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted, Unavailable
@@ -207,8 +209,12 @@ class DraftServer:
 
 def make_drafter(settings: DraftSettings) -> Drafter:
     """Loads what the settings name; raises NotFound MODEL_UNKNOWN if there is no such model."""
+    if settings.kind == "merged":
+        return MergedDrafter([make_drafter(part) for part in settings.part_settings()])
     if settings.kind == "ngram":
         return NgramDrafter(settings)
+    if settings.kind == "suffix":
+        return SuffixDrafter(settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     demo = settings.model == DEMO

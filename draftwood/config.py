@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from draftwood.errors import InvalidArgument
+from draftwood.topology import EAGLE1, chain, from_choices, kary
+from draftwood.tree import TokenTree, depths
 
 Positive = Annotated[int, Field(gt=0)]
 Listen = Annotated[str, Field(description="host:port to listen on; port 0 picks a free one")]
@@ -22,6 +24,19 @@ DType = Annotated[
     Literal["auto", "float64", "float32", "bfloat16", "float16"],
     Field(description='"auto": float32 on the CPU, bfloat16 on a GPU'),
 ]
+Parts = Annotated[
+    list[dict[str, Any]],
+    Field(description="kind merged: settings of each drafter, at least its `kind`; the rest is as this worker's own"),
+]
+OF_TOPOLOGY = {
+    "branch": ("best_first", "expand_rerank", "sequoia"),
+    "nodes_per_level": ("best_first",),
+    "branching": ("kary",),
+    "choices": ("choices",),
+    "step_ms": ("sequoia",),
+}
+"""Settings that only some topologies have a use for."""
+MOST_CHILDREN = 64
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
 
@@ -94,7 +109,12 @@ class DraftSettings(ServerSettings):
 
     listen: Listen = "127.0.0.1:0"
     metrics_port: MetricsPort = 0
-    kind: Literal["lm", "ngram"] = Field("lm", description="small language model, or n-gram lookup without weights")
+    kind: Literal["lm", "ngram", "suffix", "merged"] = Field(
+        "lm",
+        description="lm: small language model; ngram: lookup in the text itself; suffix: lookup in all texts written "
+        "here; merged: several of them (`parts`)",
+    )
+    parts: Parts = []
     model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.5 M parameters)')
     tokenizer: str = Field("", description="where the draft's tokenizer is; empty: beside its model")
     device: Device = "auto"
@@ -104,8 +124,16 @@ class DraftSettings(ServerSettings):
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     max_sessions: Positive = Field(64, description="sessions that may be attached at once")
     max_nodes: Positive = Field(64, description="nodes of one round", le=255)
+    topology: Literal["best_first", "expand_rerank", "sequoia", "chain", "kary", "choices", "eagle1"] = Field(
+        "best_first", description="shape of the trees of kind lm (docs/drafters.md)"
+    )
+    branching: list[Positive] = Field([], description="topology kary: children of each node, by depth")
+    choices: list[list[int]] = Field([], description="topology choices: each node as the ranks on its path")
+    step_ms: list[tuple[Positive, Annotated[float, Field(gt=0)]]] = Field(
+        [], description="topology sequoia: rows of a step and its milliseconds, two points or more; empty: no limit"
+    )
     beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
-    branch: Positive = Field(4, description="children drawn per expanded node")
+    branch: Positive = Field(4, le=MOST_CHILDREN, description="children drawn per expanded node")
     depth: Positive = Field(8, description="levels of a round")
     nodes_per_level: int = Field(
         3,
@@ -121,7 +149,73 @@ class DraftSettings(ServerSettings):
     max_step_tokens: Positive = Field(256, description="rows of one forward; longer prompts are prefilled in chunks")
     ngram_max: Positive = Field(5, description="longest context matched by the n-gram lookup, tokens")
     ngram_min: Positive = Field(2, description="shortest context matched by the n-gram lookup, tokens")
+    suffix_max: Positive = Field(16, description="longest context matched by the suffix index, tokens")
+    suffix_min: Positive = Field(3, description="shortest context matched by the suffix index, tokens")
+    suffix_tokens: int = Field(
+        1_000_000,
+        ge=0,
+        description="tokens of ended texts in the suffix index, 20 bytes each; the oldest are forgotten",
+    )
     load_interval_s: float = Field(1.0, gt=0, description="seconds between two load reports")
+
+    @model_validator(mode="after")
+    def _fits(self) -> DraftSettings:
+        """Refuses what the topology or kind has no use for, and shapes beyond the caps."""
+        for name, topologies in OF_TOPOLOGY.items():
+            if name in self.model_fields_set and self.topology not in topologies:
+                raise ValueError(f"{name} is of topology {' or '.join(topologies)}, not of {self.topology}")
+        for shortest, longest in (("ngram_min", "ngram_max"), ("suffix_min", "suffix_max")):
+            if getattr(self, shortest) > getattr(self, longest):
+                raise ValueError(
+                    f"{shortest} is {getattr(self, shortest)}, the limit is {longest} = {getattr(self, longest)}"
+                )
+        rows = [at for at, _ in self.step_ms]
+        if len(rows) == 1 or rows != sorted(set(rows)):
+            raise ValueError(f"step_ms needs two points or more with rows ascending, got rows {rows}")
+        self._check_shape()
+        self.part_settings()
+        return self
+
+    def _check_shape(self) -> None:
+        shape = self.shape()
+        if shape is None:
+            return
+        figures = (
+            ("nodes", shape.size - 1, "max_nodes", self.max_nodes),
+            ("levels", int(depths(shape).max()), "depth", self.depth),
+            ("children of one node", int(shape.token.max()) + 1, "the most of a node", MOST_CHILDREN),
+        )
+        for what, value, name, limit in figures:
+            if value > limit:
+                raise ValueError(f"topology {self.topology} has {value} {what}, the limit is {limit} ({name})")
+
+    def shape(self) -> TokenTree | None:
+        """The fixed shape that the topology names, None for those that have none; raises ValueError if it is none."""
+        if self.topology == "chain":
+            return chain(min(self.depth, self.max_nodes))
+        if self.topology == "kary":
+            if not self.branching:
+                raise ValueError("topology kary needs branching, as in [4, 2, 1]")
+            return kary(self.branching, self.max_nodes)
+        if self.topology == "choices":
+            if not self.choices:
+                raise ValueError("topology choices needs choices, as in [[0], [1], [0, 0]]")
+            return from_choices(self.choices)
+        return from_choices(EAGLE1) if self.topology == "eagle1" else None
+
+    def part_settings(self) -> list[DraftSettings]:
+        """Settings of each drafter of kind merged; raises ValueError, of which pydantic's is one."""
+        if self.kind != "merged":
+            if self.parts:
+                raise ValueError(f"parts is of kind merged, not of {self.kind}")
+            return []
+        if len(self.parts) < 2:
+            raise ValueError(f"kind merged needs 2 parts or more, got {len(self.parts)}")
+        own = self.model_dump(exclude_unset=True, exclude={"kind", "parts"})
+        for part in self.parts:
+            if part.get("kind") not in ("lm", "ngram", "suffix"):
+                raise ValueError(f"a part's kind is lm, ngram or suffix, got {part.get('kind')!r}")
+        return [DraftSettings(**({"parts": []} | own | part)) for part in self.parts]
 
 
 class RouterSettings(ServerSettings):

@@ -96,6 +96,15 @@ def depths(tree: TokenTree) -> IndexArray:
     return accumulate(tree.parent, np.ones(tree.size, np.int64)).astype(np.int64) - 1
 
 
+def ranks(tree: TokenTree) -> IndexArray:
+    """Place of each node among its siblings in ascending index order, 0 the first; int64 [n]."""
+    order = np.argsort(tree.parent, kind="stable")
+    _, count = np.unique(tree.parent, return_counts=True)
+    rank = np.empty(tree.size, np.int64)
+    rank[order] = np.arange(tree.size) - np.repeat(np.cumsum(count) - count, count)
+    return rank
+
+
 def log_survival(tree: TokenTree, score: NDArray[np.float64] | FloatArray | None = None) -> NDArray[np.float64]:
     """Log of each node's survival, float64 [n]; ``score`` replaces the tree's own, e.g. when calibrated."""
     edge = tree.score if score is None else score
@@ -145,6 +154,17 @@ def path(tree: TokenTree, node: int) -> list[int]:
         nodes.append(node)
         node = int(tree.parent[node])
     return nodes[::-1]
+
+
+def walk(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
+    """Nodes below the anchor that carry ``tokens``, as far as the tree has them; of equal siblings the first."""
+    walked: list[int] = []
+    for token in tokens:
+        children = np.nonzero((tree.parent == (walked[-1] if walked else 0)) & (tree.token == token))[0]
+        if not len(children):
+            break
+        walked.append(int(children[0]))
+    return walked
 
 
 def select(tree: TokenTree, keep: IndexArray) -> TokenTree:

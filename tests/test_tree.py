@@ -160,3 +160,12 @@ def test_of_refuses_columns_that_differ_in_length_or_are_empty(
 def test_merge_refuses_trees_of_different_anchors() -> None:
     with pytest.raises(ValueError, match=r"need one anchor, got \[5, 6\]"):
         tt.merge([TokenTree.root(6), TokenTree.root(5)])
+
+
+@given(trees(), st.lists(st.integers(0, 3), max_size=5))
+def test_ranks_and_walk_are_those_of_the_siblings_one_by_one(tree: TokenTree, tokens: list[int]) -> None:
+    parents = tree.parent.tolist()
+    assert tt.ranks(tree).tolist() == [parents[:n].count(p) for n, p in enumerate(parents)]
+    known = {text: n for n in range(1, tree.size) for text in [tuple(tree.token[path_of(tree, n)[1:]].tolist())]}
+    want = [known.get(tuple(tokens[: k + 1])) for k in range(len(tokens))]
+    assert tt.walk(tree, tokens) == [n for n in want if n is not None]

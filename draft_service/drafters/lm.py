@@ -1,9 +1,8 @@
 """A small language model that grows trees level by level, many sessions in one forward.
 
-Each level expands the likeliest nodes that have not been expanded. The round ends when no child could enter the best
-``budget`` nodes any more, or when another level is too unlikely to be reached to be worth its forward (the dynamic
-trees of EAGLE-2, arXiv:2406.16858, by best-first expansion). A commit re-roots the tree: what hangs below the accepted
-path and the target's own token is kept, keys and values included.
+Which nodes a level expands, and which are sent when the round ends, is the topology's choice (``draftwood.topology``).
+While the verifier works, the likeliest nodes are expanded, whatever the topology. A commit re-roots the tree: what
+hangs below the accepted path and the target's own token is kept, keys and values included.
 
 Slots: the cache holds the committed prefix, then the expanded nodes of the tree in the order of their expansion.
 """
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
+from draft_service.topologies import best_first, make_topology
 from draftwood import tree as tt
 from draftwood.acceptance import Rule, sample_children, sibling_score
 from draftwood.config import DraftSettings
@@ -28,12 +28,13 @@ from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.sampling import SamplingParams, draft_children, first_children
 from draftwood.telemetry import METRICS
+from draftwood.topology import Topology, View
 from draftwood.tree import Proposal, TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 
 Children = tuple[np.ndarray, np.ndarray, Sequence[Proposal | None]]
-"""Tokens and scores, [parents, branch] each, token -1: no child; and what the parents' children were sampled from, if
+"""Tokens and scores, [parents, width] each, token -1: no child; and what the parents' children were sampled from, if
 they were."""
 
 UNEXPANDED = -1
@@ -60,11 +61,12 @@ class _Session:
     slot: np.ndarray = field(init=False)  # place in the tail, [tree.size]
     expanded: np.ndarray = field(init=False)  # nodes by their place in the tail
     seen: np.ndarray = field(init=False)  # bool [tail, tail], what each expanded node sees of the tail
-    frontier: list[int] | None = None  # nodes worth expanding now; None: not known
+    frontier: list[int] | None = None  # nodes to expand now; None: not known
     drawn: dict[int, Proposal] = field(default_factory=dict)  # by node: what its children were sampled from
     numbering: Numbering = field(default_factory=Numbering)
     levels: int = 0  # forwards of this round
     complete: bool = False
+    given_up: bool = False  # there is no room to go on in this round
     outgrown: bool = False  # its text leaves no room for a node: nothing is drawn for it any more
 
     def __post_init__(self) -> None:
@@ -132,14 +134,20 @@ class LmDrafter:
         settings: DraftSettings,
         model: str,
         vocabulary: Vocabulary,
+        topology: Topology | None = None,
         random: np.random.Generator | None = None,
     ) -> None:
-        """``random`` samples children under the rejection rule; a generator with a random seed if left out."""
+        """``topology`` is the one that the settings name if left out.
+
+        ``random`` samples children under the rejection rule; a generator with a random seed if left out.
+        """
         self._random = random or np.random.default_rng()
         self.model = model
         self.vocabulary: Vocabulary | None = vocabulary
         self._runtime = runtime
         self._settings = settings
+        self._topology = topology or make_topology(settings)
+        self._ahead = best_first(settings)
         self._token_count = len(vocabulary.tokens)
         self._noise = GumbelCache(self._token_count, runtime.device, 128)
         self._first_children = top_children_triton if runtime.device.type == "cuda" else first_children
@@ -193,13 +201,15 @@ class LmDrafter:
             raise ValueError(f"{len(session.tokens)} + {len(committed.tokens)} tokens do not make {committed.length}")
         self._follow(session, committed.tokens)
         session.epoch, session.budget = committed.epoch, committed.budget
-        session.levels, session.complete, session.frontier = 0, False, None
+        session.levels, session.complete, session.given_up, session.frontier = 0, False, False, None
         self._note_room(session)
 
     def _follow(self, session: _Session, tokens: tuple[int, ...]) -> None:
         """Walks the tree along the committed tokens, moves what is kept to its new slots and re-roots."""
-        walked = _walk(session.tree, tokens)
+        walked = tt.walk(session.tree, tokens)
         on_tree = len(walked) == len(tokens)
+        if not session.sampled:
+            self._topology.observe(_ranks_taken(session, walked, on_tree=on_tree))
         anchor = walked[-1] if on_tree else None
         expanded_path = [n for n in walked if session.slot[n] != UNEXPANDED] if session.pending == 0 else []
         below = _kept_below(session, anchor) if anchor is not None else np.zeros(0, np.int64)
@@ -230,7 +240,8 @@ class LmDrafter:
             return False
         if not session.complete:
             return True
-        return session.levels < self._settings.depth + self._settings.lookahead_levels and bool(self._frontier(session))
+        most = self._settings.depth + self._settings.lookahead_levels
+        return session.levels < most and not session.given_up and bool(self._frontier(session))
 
     def work(self) -> list[tuple[Key, SessionGrowth]]:
         """One level for all sessions whose round is open; while none is, one level ahead for those that wait."""
@@ -246,15 +257,10 @@ class LmDrafter:
         return out
 
     def _is_done(self, session: _Session) -> bool:
-        # A tree of few nodes is shallow: a level more would cost a forward and rarely add one of the best.
-        settings = self._settings
-        most = session.budget // settings.nodes_per_level if settings.nodes_per_level else settings.depth
-        if session.pending:  # more chunks to catch up with, unless the round was given up
-            return session.levels >= settings.depth
-        return session.levels >= min(most, settings.depth) or not self._frontier(session)
+        return session.given_up or not (session.pending or self._frontier(session))
 
     def _pack(self, session: _Session, handle: int) -> SessionGrowth:
-        nodes = tt.best(session.tree, min(session.budget, session.start.max_nodes)).tolist()
+        nodes = self._topology.chosen(self._view(session)).tolist()
         fresh = [node for node in nodes if session.numbering.ids[node] < 0]
         growth = session.numbering.growth(session.tree, nodes, session.epoch, handle, complete=True)
         if not session.sampled:
@@ -263,21 +269,24 @@ class LmDrafter:
         return replace(growth, drawn={int(session.numbering.ids[p]): session.drawn[p] for p in parents})
 
     def _frontier(self, session: _Session) -> list[int]:
-        """Nodes worth expanding now, likeliest first: a child of theirs could still be among the best ``budget``."""
+        """Nodes to expand now, best first: the topology's, and once the round is complete the likeliest."""
         if session.frontier is None:
-            session.frontier = [] if session.pending else self._likeliest(session)
+            session.frontier = [] if session.pending else self._next(session)
         return session.frontier
 
-    def _likeliest(self, session: _Session) -> list[int]:
-        reach, depth = session.reach, session.depth
-        wanted = session.budget if not session.complete else 2 * session.budget
-        floor = float(np.partition(reach, -wanted - 1)[-wanted - 1]) if len(reach) > wanted else -np.inf
+    def _next(self, session: _Session) -> list[int]:
+        view = self._view(session)
+        ahead = session.complete
+        nodes = self._ahead.likeliest(view, 2 * view.budget) if ahead else self._topology.frontier(view)
+        chosen: list[int] = nodes[: MOST_TAIL_TOKENS - session.tail].tolist()
+        return chosen
+
+    def _view(self, session: _Session) -> View:
+        unexpanded = session.slot == UNEXPANDED
+        unexpanded[0] = False
+        budget = min(session.budget, session.start.max_nodes)
         room = min(session.start.max_depth, self._context_room(session))
-        open_nodes = np.nonzero((session.slot == UNEXPANDED) & (reach > floor) & (depth < room) & (depth > 0))[0]
-        order = open_nodes[np.argsort(-reach[open_nodes], kind="stable")]
-        chosen = order[: min(self._settings.beam, -(-session.budget // 2), MOST_TAIL_TOKENS - session.tail)]
-        worth = float(np.exp(reach[chosen]).sum()) >= self._settings.min_level_survival
-        return chosen.tolist() if worth else []
+        return View(session.tree, session.reach, session.depth, unexpanded, budget, room, session.levels)
 
     def _context_room(self, session: _Session) -> int:
         limit = min(self._runtime.max_context_tokens, session.start.max_context_tokens)
@@ -302,14 +311,14 @@ class LmDrafter:
             self._grow(session, above, below)
 
     def _children(self, logits: Tensor, jobs: list[_Session], parents: list[list[int]]) -> list[Children]:
-        """Tokens and scores [parents][branch] proposed below each session's parents; one call a rule, not a session."""
+        """Tokens and scores [parents][width] proposed below each session's parents; one call a rule, not a session."""
         pieces = torch.split(logits, [len(p) for p in parents])
         groups: dict[tuple[SamplingParams, int], list[int]] = {}
         for k, session in enumerate(jobs):
             size = min(self._token_count, session.start.vocab_size)
             if not session.sampled:
                 groups.setdefault((session.rule, size), []).append(k)
-        none = np.zeros((0, self._settings.branch), np.int64)
+        none = np.zeros((0, self._topology.width), np.int64)
         out = [
             self._sample(session, piece) if session.sampled else (none, none, [])
             for session, piece in zip(jobs, pieces, strict=True)
@@ -319,7 +328,7 @@ class LmDrafter:
             positions = [int(d) + len(jobs[k].tokens) for k in members for d in jobs[k].depth[parents[k]]]
             if positions:
                 found = draft_children(
-                    rows, rule, positions, self._noise, self._settings.branch,
+                    rows, rule, positions, self._noise, self._topology.width,
                     vocab_size=size, first=self._first_children,
                 )  # fmt: skip
                 ends = np.cumsum([len(parents[k]) for k in members])[:-1]
@@ -332,16 +341,16 @@ class LmDrafter:
         """Children for the rejection rule; their scores are those of their ranks, so that a cut is one by structure."""
         settings, size = self._settings, min(self._token_count, session.start.vocab_size)
         q = SamplingParams(session.start.sampling.temperature, min(settings.q_top_k, size), settings.q_top_p)
-        tokens, proposals = sample_children(logits, q, settings.branch, self._random, vocab_size=size)
-        by_rank = [sibling_score(rank) for rank in range(settings.branch)]
+        tokens, proposals = sample_children(logits, q, self._topology.width, self._random, vocab_size=size)
+        by_rank = [sibling_score(rank) for rank in range(self._topology.width)]
         return tokens, np.tile(by_rank, (len(proposals), 1)), proposals
 
     def _rows(self, session: _Session, most: int) -> Rows | None:
         """The session's rows of the next forward: committed tokens it lacks, else its frontier. None: nothing now."""
         if most <= 0:
             return None
-        if not self._room_for(session, min(most, max(session.pending, self._settings.beam))):
-            session.levels = self._settings.depth + self._settings.lookahead_levels  # ends the round
+        if not self._room_for(session, min(most, session.pending or len(self._frontier(session)))):
+            session.given_up = True
             return None
         if session.pending:
             return _catch_up(session, most)
@@ -372,7 +381,7 @@ class LmDrafter:
         tokens, scores, drawn = children
         session.drawn.update((p, q) for p, q in zip(parents, drawn, strict=False) if q is not None)
         kept = np.nonzero(tokens.ravel() >= 0)[0][: max(0, MOST_NODES - session.tree.size)]
-        parent = np.array(parents, np.int64)[kept // self._settings.branch]
+        parent = np.array(parents, np.int64)[kept // self._topology.width]
         session.extend(parent, tokens.ravel()[kept], scores.ravel()[kept])
         session.frontier = None
 
@@ -385,15 +394,11 @@ def _parents(session: _Session, part: Rows) -> list[int]:
     return newest
 
 
-def _walk(tree: TokenTree, tokens: tuple[int, ...]) -> list[int]:
-    """Nodes below the anchor that carry ``tokens``, as far as the tree has them."""
-    walked: list[int] = []
-    for token in tokens:
-        children = np.nonzero((tree.parent == (walked[-1] if walked else 0)) & (tree.token == token))[0]
-        if not len(children):
-            break
-        walked.append(int(children[0]))
-    return walked
+def _ranks_taken(session: _Session, walked: list[int], *, on_tree: bool) -> list[int]:
+    """Ranks of the walked nodes; then -1 if the text left the tree at a node that had children."""
+    ranks = tt.ranks(session.tree)[walked].tolist()
+    last = walked[-1] if walked else 0
+    return ranks if on_tree or not (session.tree.parent == last).any() else [*ranks, -1]
 
 
 def _kept_below(session: _Session, anchor: int) -> np.ndarray:

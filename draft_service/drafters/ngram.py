@@ -7,15 +7,14 @@ arXiv:2304.04487, on a tree). How far a match of a given length can be trusted i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
+from draft_service.drafter import SessionStart
+from draft_service.drafters.lookup import LookupDrafter, LookupSession, Trust
 from draftwood import tree as tt
-from draftwood.acceptance import Rule
 from draftwood.config import DraftSettings
 from draftwood.tree import TokenTree
-from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionGrowth
 
 MOST_BRANCHES = 3
 DECAY = 0.9
@@ -23,71 +22,33 @@ DECAY = 0.9
 
 
 @dataclass
-class _Session:
-    start: SessionStart
-    tokens: list[int]
-    epoch: int
-    budget: int
+class _Session(LookupSession):
     seen: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> positions behind it, oldest first
     indexed: int = 0
-    numbering: Numbering = field(default_factory=Numbering)
     guess: tuple[int, int] | None = None  # (match length, token) of the last first guess
-    due: bool = True
 
 
-class NgramDrafter:
+class NgramDrafter(LookupDrafter[_Session]):
     """A drafter without weights."""
 
     kind = "ngram"
-    model = ""
-    vocabulary: Vocabulary | None = None
-    rules: tuple[Rule, ...] = ()
 
     def __init__(self, settings: DraftSettings) -> None:
-        self._settings = settings
-        self._sessions: dict[Key, _Session] = {}
-        lengths = range(settings.ngram_min, settings.ngram_max + 1)
-        self._trials = dict.fromkeys(lengths, 4.0)
-        self._hits = {n: 4.0 * (1 - 0.6**n) for n in lengths}  # what is believed before anything is seen
+        super().__init__(settings)
+        self._trust = Trust(range(settings.ngram_min, settings.ngram_max + 1))
 
-    def open(self, key: Key, start: SessionStart) -> None:
-        self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget)
+    def _begin(self, start: SessionStart) -> _Session:
+        return _Session(start, list(start.tokens), start.epoch, start.budget)
 
-    def commit(self, key: Key, committed: SessionCommitted) -> None:
-        session = self._sessions.get(key)
-        if session is None:
-            return
-        if len(session.tokens) + len(committed.tokens) != committed.length:
-            raise ValueError(f"{len(session.tokens)} + {len(committed.tokens)} tokens do not make {committed.length}")
-        if session.guess and committed.tokens:
+    def _learn(self, session: _Session, tokens: Sequence[int]) -> None:
+        if session.guess and tokens:
             length, token = session.guess
-            self._trials[length] += 1
-            self._hits[length] += token == committed.tokens[0]
-        session.tokens.extend(committed.tokens)
-        session.epoch, session.budget, session.due = committed.epoch, committed.budget, True
-        session.numbering.restart(None)
-
-    def close(self, key: Key) -> None:
-        self._sessions.pop(key, None)
-
-    def wants_work(self) -> bool:
-        return any(s.due and s.budget for s in self._sessions.values())
-
-    def work(self) -> list[tuple[Key, SessionGrowth]]:
-        out = []
-        for key, session in self._sessions.items():
-            if session.due and session.budget:
-                session.due = False
-                tree = self._draw(session)
-                session.numbering.extend(tree.size)
-                nodes = tt.best(tree, min(session.budget, session.start.max_nodes)).tolist()
-                out.append((key, session.numbering.growth(tree, nodes, session.epoch, key[1], complete=True)))
-        return out
+            self._trust.learn(length, token == tokens[0])
 
     def _draw(self, session: _Session) -> TokenTree:
         self._index(session)
         tree, session.guess = TokenTree.root(session.tokens[-1]), None
-        depth = min(self._settings.depth, session.start.max_depth, session.budget)
+        depth = min(self._settings.depth, session.room)
         for length in range(self._settings.ngram_max, self._settings.ngram_min - 1, -1):
             places = session.seen.get(tuple(session.tokens[-length:]), []) if len(session.tokens) > length else []
             for place in reversed(places[-MOST_BRANCHES:]):
@@ -98,7 +59,7 @@ class NgramDrafter:
 
     def _add_run(self, session: _Session, tree: TokenTree, run: list[int], length: int) -> TokenTree:
         session.guess = session.guess or (length, run[0])
-        trust = self._hits[length] / self._trials[length]
+        trust = self._trust.of(length)
         scores = [math.log(max(1e-3, trust * DECAY**k)) for k in range(len(run))]
         above = [0, *(-2 - k for k in range(len(run) - 1))]
         grown, _ = tt.insert(tree, above, run, scores, capacity=self._settings.max_nodes + 1)

@@ -1,0 +1,123 @@
+"""Every kind of drafter and topology over the real wire: other trees, the same text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftwood.v1 import draft_pb2
+from tests.services.stack import Cluster, Stack, slow_down, tokens_of, verifier_request, verifier_stub
+from tests.services.wire import HandDraft
+
+METHODS: dict[str, dict[str, Any]] = {
+    "best_first": {},
+    "expand_rerank": {"topology": "expand_rerank"},
+    "sequoia": {"topology": "sequoia", "branch": 6},
+    "chain": {"topology": "chain"},
+    "kary": {"topology": "kary", "branching": [3, 2, 1]},
+    "choices": {"topology": "choices", "choices": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    "eagle1": {"topology": "eagle1", "depth": 5},
+    "suffix": {"kind": "suffix"},
+    "merged": {"kind": "merged", "parts": [{"kind": "lm"}, {"kind": "ngram"}, {"kind": "suffix"}]},
+}
+PROMPTS: list[Any] = ["The sky is blue", [5, 7, 11, 5, 7, 11, 5, 7]]
+RULES: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}]
+
+
+async def texts(cluster: Cluster, tokens: int = 24) -> int:
+    """All prompts under all rules, which must be what the target alone writes; returns the accepted guesses."""
+    accepted = 0
+    for prompt in PROMPTS:
+        for rule in RULES:
+            options = {"max_tokens": tokens, "ignore_eos": True} | rule
+            text = await cluster.speculative(prompt, **options)
+            assert text.tokens == await cluster.plain(prompt, **options), f"{prompt!r} {rule}"
+            accepted += text.accepted
+    return accepted
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_text_is_the_targets_whatever_draws(stack: Stack, method: str) -> None:
+    cluster = await stack.cluster([METHODS[method]])
+    accepted = sum([await texts(cluster) for _ in range(2 if method == "suffix" else 1)])
+    assert accepted > 0, "nothing was shown"
+    assert cluster.drafts[0].loaded.core.nodes_drafted and cluster.engine.totals.refused == 0
+    await cluster.is_idle()
+
+
+async def test_a_merged_worker_samples_for_rejection_with_its_parts_that_can(stack: Stack) -> None:
+    parts = [{"kind": "lm"}, {"kind": "lm", "topology": "chain"}, {"kind": "ngram"}]
+    cluster = await stack.cluster([{"kind": "merged", "parts": parts}], canary=False)
+    accepted = 0
+    for seed in range(4):
+        options = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.9, "seed": seed, "rule": "rejection"}
+        text = await cluster.speculative("The sky is", **options)
+        assert len(text.tokens) == 40
+        accepted += text.accepted
+    assert accepted > 0
+    assert cluster.engine.totals.refused == 0, "what each part says it sampled from is taken under the merged ids"
+    assert cluster.drafts[0].loaded.info.rules == [draft_pb2.RULE_REJECTION]
+    await cluster.is_idle()
+
+
+async def test_several_workers_on_one_session(stack: Stack) -> None:
+    verifier = await stack.verifier()
+    drafts = [await stack.draft(**d) for d in ({}, {"topology": "chain"}, {"kind": "suffix"})]
+    router = await stack.router([verifier], drafts, drafts_per_session=3)
+    cluster = Cluster(verifier, drafts, router, await stack.client(router))
+    assert await texts(cluster) > 0
+    assert all(draft.loaded.core.nodes_drafted for draft in drafts)
+    assert cluster.engine.totals.refused == 0
+    await cluster.is_idle()
+
+
+async def test_what_two_workers_guess_is_one_node_at_the_verifier(stack: Stack) -> None:
+    """A run of which one worker has drawn the first two tokens and another all three is accepted under ids of both."""
+    verifier = await stack.verifier()
+    channel = await stack.channel(verifier)
+    options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+    text = verifier.loaded.codec.encode("The sky is")
+    text += await tokens_of(verifier_stub(channel).Generate(verifier_request("plain", **options)))
+    slow_down(verifier, 0.02)
+    call = verifier_stub(channel).Generate(verifier_request("s", b"t", **options))
+    short, long = HandDraft(channel), HandDraft(channel)
+    for hand in (short, long):
+        await hand.hello()
+        await hand.join("s", b"t", 1)
+    for next_id in range(1, 90, 3):
+        told, other = await same_epoch(short, long)
+        if told.accepted[-1] == other.accepted[-1] == 3:
+            break
+        run = text[told.length[-1] :]
+        base = {"epoch": told.epoch[-1], "first_id": next_id, "parent_base": next_id - 1}
+        await short.grow(**base, parent=[0, 1], token=run[:2])
+        await long.grow(**base, parent=[0, 1, 2], token=run[:3])
+    first = told.node_id[-3]
+    assert first > 0 and list(told.node_id[-3:]) == [first, first + 1, 0], "the third is not of the first worker"
+    assert list(other.node_id[-3:]) == [first, first + 1, first + 2]
+    for each in (short, long):
+        each.close()
+    call.cancel()
+
+
+async def same_epoch(one: HandDraft, other: HandDraft) -> tuple[draft_pb2.Commits, draft_pb2.Commits]:
+    """The next commit that both are told."""
+    a, b = await one.commit(), await other.commit()
+    while a.epoch[-1] != b.epoch[-1]:
+        if a.epoch[-1] < b.epoch[-1]:
+            a = await one.commit()
+        else:
+            b = await other.commit()
+    return a, b
+
+
+async def test_the_suffix_index_learns_from_ended_texts(stack: Stack) -> None:
+    """The same question again is answered from the last answer."""
+    cluster = await stack.cluster([{"kind": "suffix"}], canary=False)
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    first = await cluster.speculative("Green is the sea", **options)
+    await cluster.is_idle()
+    again = await cluster.speculative("Green is the sea", **options)
+    assert again.tokens == first.tokens
+    assert again.accepted > max(20, first.accepted)
