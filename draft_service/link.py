@@ -11,12 +11,11 @@ import grpc
 
 from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import SessionCommitted, SessionStart
-from draftwood.acceptance import Rule
 from draftwood.errors import DraftwoodError, FailedPrecondition, Unavailable
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.rpc.channel import open_channel
 from draftwood.rpc.status import from_rpc_error
 from draftwood.runtime.worker import Worker
-from draftwood.sampling import SamplingParams
 from draftwood.telemetry import get_logger
 from draftwood.v1 import draft_pb2
 from draftwood.v1.verifier_pb2_grpc import VerifierServiceStub

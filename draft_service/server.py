@@ -7,22 +7,15 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import Drafter
-from draft_service.drafters.lm import LmDrafter
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.link import RULES, VerifierLink
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted, Unavailable
 from draftwood.rpc.server import RpcServer
-from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
-from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
-from draftwood.runtime.text import TextCodec
 from draftwood.runtime.worker import Worker
 from draftwood.telemetry import get_logger, serve_metrics
 from draftwood.v1 import draft_pb2
@@ -206,16 +199,7 @@ def make_drafter(settings: DraftSettings) -> Drafter:
     """Loads what the settings name; raises NotFound MODEL_UNKNOWN if there is no such model."""
     if settings.kind == "ngram":
         return NgramDrafter(settings)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    demo = settings.model == DEMO
-    path: str | Path = demo_draft() if demo else settings.model
-    tokenizer: str | Path = settings.tokenizer or (demo_target() if demo else settings.model)
-    device = resolve_device(settings.device)
-    model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
-    runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
-    runtime.capture()
-    vocabulary = TextCodec(tokenizer).vocabulary(runtime.vocab_size)
-    drafter = LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
-    drafter.warm_up()
-    return drafter
+    # Not at the top: draft workers without a model run where torch is not installed.
+    from draft_service.drafters.loading import load_lm_drafter
+
+    return load_lm_drafter(settings)

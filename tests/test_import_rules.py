@@ -50,6 +50,7 @@ LAYERS = {
             "draftwood.vocabulary",
             "draftwood.stop_strings",
             "draftwood.choices",
+            "draftwood.parameters",
         ),
         packages=VALUE_PACKAGES,
     ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftwood.acceptance import FinishReason, Rule, Walk, emit, walk
+from draftwood.acceptance import FinishReason, Walk, emit, walk
 from draftwood.config import VerifierSettings
 from draftwood.errors import (
     DraftwoodError,
@@ -24,9 +24,9 @@ from draftwood.errors import (
     PermissionDenied,
     ResourceExhausted,
 )
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS, MOST_DEPTH, StepPart, WidthReason, get_logger
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from draftwood.acceptance import FinishReason, Rule
+from draftwood.acceptance import FinishReason
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
+from draftwood.parameters import Rule
 from draftwood.rpc.server import RpcServer
 from draftwood.runtime.demo_model import DEMO, TARGET_NAME, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
