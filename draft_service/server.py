@@ -16,8 +16,9 @@ from draft_service.link import RULES, VerifierLink
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted, Unavailable
 from draftwood.rpc.server import RpcServer
+from draftwood.rpc.tracing import start_tracing
 from draftwood.runtime.worker import Worker
-from draftwood.telemetry import get_logger, serve_metrics
+from draftwood.telemetry import METRICS, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2
 from draftwood.wire import tokenizer_to_proto
 
@@ -55,7 +56,10 @@ class DraftServer:
     async def start(self) -> str:
         """Binds the port and returns host:port; the drafter loads behind it, health turns SERVING when it is warm."""
         self._loop = asyncio.get_running_loop()
-        serve_metrics(self.settings.metrics_port)
+        serve_metrics(self.settings.metrics_host, self.settings.metrics_port)
+        start_tracing("draft", self.settings.traces)
+        METRICS.draft_sessions.set_function(lambda: self._sessions)
+        METRICS.draft_idle_seconds.set_function(self._idle_s)
         address = await self._rpc.start(self.settings.listen)
         self._loading = asyncio.create_task(self._load())
         return address
@@ -91,6 +95,7 @@ class DraftServer:
             log.exception("the drafter cannot be loaded", kind=self.settings.kind, model=self.settings.model)
             raise
         self._loaded = Loaded(core, self._describe(core.drafter))
+        METRICS.draft_nodes.set_function(lambda: core.nodes_drafted)
         await self._rpc.set_serving(True)
         log.info("serving", kind=core.drafter.kind, model=core.drafter.model)
 
@@ -142,6 +147,7 @@ class DraftServer:
             message = f"{self._sessions} sessions are attached, the limit is {self.settings.max_sessions}"
             raise ResourceExhausted("SESSIONS_FULL", message, retry_after_ms=1000)
         await self._link(request.verifier_address, loaded).attach(request.session_id, request.ticket)
+        log.info("session attached", session=request.session_id, verifier=request.verifier_address)
         return draft_pb2.AttachResponse()
 
     def _link(self, address: str, loaded: Loaded) -> VerifierLink:
@@ -157,6 +163,7 @@ class DraftServer:
     async def Detach(self, request: draft_pb2.DetachRequest, context: Any) -> draft_pb2.DetachResponse:
         for link in self._links.values():
             link.detach(request.session_id)
+        log.info("session detached", session=request.session_id)
         return draft_pb2.DetachResponse()
 
     async def GetModelInfo(

@@ -20,6 +20,7 @@ import grpc.aio
 
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, Unavailable
 from draftwood.rpc.status import from_rpc_error
+from draftwood.rpc.tracing import outgoing_metadata
 from draftwood.v1 import router_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwood.wire import error_from_proto
 from router.attachments import Attachments, Session, being_cancelled
@@ -134,7 +135,7 @@ class Generation:
         request = verifier_pb2.VerifierServiceGenerateRequest(
             generation=self._progress.request(), session_id=session.session_id, ticket=session.ticket
         )
-        call: VerifierCall = _stub(worker).Generate(request, timeout=self._remaining_s())
+        call: VerifierCall = _stub(worker).Generate(request, timeout=self._remaining_s(), metadata=outgoing_metadata())
         worker.calls.add(call)
         worker.sessions += 1
         try:

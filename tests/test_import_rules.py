@@ -51,6 +51,7 @@ LAYERS = {
             "draftwood.stop_strings",
             "draftwood.choices",
             "draftwood.parameters",
+            "draftwood.vllm_names",
         ),
         packages=VALUE_PACKAGES,
     ),
@@ -61,7 +62,9 @@ LAYERS = {
     ),
     "v1": Layer(("draftwood.v1",), packages=("google", "grpc")),
     "kernels": Layer(("draftwood.kernels",), packages=("torch", "triton")),
-    "transport": Layer(("draftwood.wire", "draftwood.rpc"), ("values", "v1"), VALUE_PACKAGES + GRPC_PACKAGES),
+    "transport": Layer(
+        ("draftwood.wire", "draftwood.rpc"), ("values", "v1"), (*VALUE_PACKAGES, *GRPC_PACKAGES, "opentelemetry")
+    ),
     "device": Layer(("draftwood.runtime",), ("values", "maths", "kernels"), VALUE_PACKAGES + MODEL_PACKAGES),
     "draft service": Layer(("draft_service",), BELOW_SERVICES, VALUE_PACKAGES + GRPC_PACKAGES + MODEL_PACKAGES),
     "verifier service": Layer(

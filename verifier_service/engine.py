@@ -389,6 +389,7 @@ class Engine:
         why = self.planner.reason
         stats.width_reason = why if session.drafts and (session.tree.size > 1 or why == "shut") else "no_nodes"
         if part.tree.size > 1:
+            METRICS.drafts.inc()
             anchor, *positions = part.rows.tail_position.tolist()
             for position in positions:
                 above = min(position - anchor, MOST_DEPTH) - 1

@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted
 from draftwood.rpc.status import to_status
+from draftwood.rpc.tracing import take_context
 from draftwood.telemetry import Metrics, get_logger
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -109,7 +110,11 @@ def _method_handler(
     respond = _streaming(serve, encode) if method.server_streaming else _unary(serve, encode)
 
     async def handle(request: Any, context: Context) -> Any:
-        return await guard.run(name, context, lambda: respond(request, context))
+        async def answer() -> bytes | None:
+            take_context(context.invocation_metadata())
+            return await respond(request, context)
+
+        return await guard.run(name, context, answer)
 
     return _FACTORIES[method.client_streaming, method.server_streaming](handle, request_deserializer=_decoder(method))
 

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from draftwood.errors import InvalidArgument, Unavailable
 from draftwood.rpc.handlers import CallGuard, DecodeFailure, build_handlers, method_name
+from draftwood.rpc.tracing import flush_tracing
 from draftwood.telemetry import METRICS, Metrics
 
 __all__ = ["DecodeFailure", "RpcServer"]
@@ -79,6 +80,7 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         if self._server is not None:
             await self._server.stop(grace_s)
+        await asyncio.to_thread(flush_tracing)
 
 
 def _host(listen: str) -> str:
