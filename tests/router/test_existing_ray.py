@@ -131,5 +131,5 @@ async def test_a_ray_that_is_not_there_is_named(environment: dict[str, str], tmp
         sys.executable, "-c", "from draftwood.cli import main; main()", "up", "--config", str(config),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), 100)
+    out, err = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 1 and "START_FAILED: RAY_UNREACHABLE: no Ray at 127.0.0.1:1" in err.decode(), out
