@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 
 from draftwood.client import DraftwoodClient
 from draftwood.config import load_cluster_config
+from router.pools import import_ray
 from tests.services.models import Models, make_models
 from tests.services.stack import collect
 
@@ -27,9 +27,8 @@ pytestmark = pytest.mark.ray
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Of all of Ray's processes and of the command line: a token, and where our modules are."""
+    import_ray(local=True)  # one token for all tests of this process: Ray reads it once
     ours = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "XDG_STATE_HOME": str(tmp_path),

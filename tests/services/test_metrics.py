@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftwood.errors import InvalidArgument, Unavailable
-from draftwood.telemetry import METRICS, METRICS_PORTS, serve_metrics
+from draftwood.telemetry import METRICS, METRICS_PORTS, Metrics, serve_metrics
 from draftwood.vllm_names import VllmNames, add_vllm_names
 from tests.services.stack import Stack, collect, until
 
@@ -153,6 +153,20 @@ async def test_vllms_names_show_the_same(stack: Stack) -> None:
     assert grown("vllm:num_preemptions_total tiny 0") == 0
     vllm = METRICS.registry  # without the option, none of the names is there
     assert not [family.name for family in vllm.collect() if family.name.startswith("vllm:")]
+
+
+def test_vllms_gauges_are_ours() -> None:
+    metrics = Metrics()
+    add_vllm_names(metrics, "m")
+    for state, count in (("running", 4), ("waiting", 2), ("preempted", 3)):
+        metrics.sessions[state].set(count)
+    for owner, count in (("free", 10), ("cached", 20), ("session", 10)):
+        metrics.kv_pages[owner].set(count)
+    labels = {"model_name": "m", "engine": "0"}
+    shown = {name: metrics.registry.get_sample_value(f"vllm:{name}", labels) for name in (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+    )}  # fmt: skip
+    assert shown == {"num_requests_running": 4, "num_requests_waiting": 5, "kv_cache_usage_perc": 0.25}
 
 
 async def test_the_option_adds_vllms_names(stack: Stack) -> None:

@@ -22,8 +22,8 @@ from draftwood.config import DraftSettings
 from draftwood.errors import InvalidArgument
 from draftwood.rpc.status import from_rpc_error
 from draftwood.rpc.tracing import MAX_REQUEST_ID, NO_SPAN, begin_span, start_tracing, stop_tracing, trace_to
-from draftwood.v1 import router_pb2, router_pb2_grpc, verifier_pb2
-from tests.services.stack import Stack, collect, until
+from draftwood.v1 import draft_pb2, draft_pb2_grpc, router_pb2, router_pb2_grpc, verifier_pb2
+from tests.services.stack import Stack, Text, collect, slow_down, until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 
@@ -122,6 +122,31 @@ async def test_a_cancel_is_no_error(stack: Stack, exporter: InMemorySpanExporter
         assert said(span)["cancelled"] is True and span.status.status_code is StatusCode.UNSET
 
 
+async def test_a_drafts_span_ends_when_it_is_told_to_leave(stack: Stack, exporter: InMemorySpanExporter) -> None:
+    cluster = await stack.cluster([{}])
+    slow_down(cluster.verifier, 0.02)
+    text = Text()
+    running = asyncio.create_task(cluster.speculative([5, 6, 7], text, **OPTIONS))
+    await until(lambda: text.accepted > 0)
+    stub = draft_pb2_grpc.DraftServiceStub(await stack.channel(cluster.drafts[0]))
+    await stub.Detach(draft_pb2.DetachRequest(session_id=text.started.session_id))
+    (span,) = await spans_of(exporter, "draft.session")
+    assert said(span)["ended"] == "detached" and not running.done()
+    await running
+
+
+async def test_a_drafts_span_ends_with_the_stream(stack: Stack, exporter: InMemorySpanExporter) -> None:
+    cluster = await stack.cluster([{}])
+    slow_down(cluster.verifier, 0.02)
+    text = Text()
+    running = asyncio.create_task(cluster.speculative([5, 6, 7], text, **OPTIONS))
+    await until(lambda: text.accepted > 0)
+    await cluster.drafts[0].stop(0.5)
+    (span,) = await spans_of(exporter, "draft.session")
+    assert said(span)["ended"] == "TRANSPORT" and not running.done()
+    await running
+
+
 async def test_without_an_endpoint_there_are_no_spans(stack: Stack) -> None:
     cluster = await stack.cluster([{}])
     assert DraftSettings().traces == ""
@@ -178,6 +203,8 @@ async def test_a_requests_id_is_in_the_logs_of_all_three_services(stack: Stack) 
         await cluster.speculative([5, 6, 8], **OPTIONS)
         await cluster.is_idle()
         await until(lambda: sum(line["event"] == "session detached" for line in logs) == 2)
+        await cluster.drafts[0].stop(0.5)
+        await until(lambda: any(line["event"] == "stream to verifier ended" for line in logs))
     ours = [line for line in logs if line.get("request") == "order-66"]
     by_event = {event: [line for line in ours if line["event"] == event] for event in {line["event"] for line in ours}}
     assert {event: len(lines) for event, lines in by_event.items()} == {
@@ -189,7 +216,8 @@ async def test_a_requests_id_is_in_the_logs_of_all_three_services(stack: Stack) 
     assert sessions == [text.started.session_id] * 3
     others = {line["request"] for line in logs if "request" in line} - {"order-66"}
     assert len(others) == 1, "a request without an id gets one, and no other request's"
-    assert all("request" not in line for line in logs if line["event"] == "stream to verifier ended")
+    (ended,) = (line for line in logs if line["event"] == "stream to verifier ended")
+    assert "request" not in ended, "the stream was opened for a request and outlives it"
 
 
 @pytest.mark.parametrize("bad", ["", "x" * (MAX_REQUEST_ID + 1)])
