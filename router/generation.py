@@ -21,6 +21,7 @@ import grpc.aio
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, Unavailable
 from draftwood.rpc.status import from_rpc_error
 from draftwood.rpc.tracing import outgoing_metadata
+from draftwood.telemetry import get_logger
 from draftwood.v1 import router_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwood.wire import error_from_proto
 from router.attachments import Attachments, Session, being_cancelled
@@ -33,6 +34,8 @@ MAX_FUTILE_REPLAYS = 3
 """Verifiers that a request may lose in a row without a token in between."""
 END_TIMEOUT_S = 1.0
 RETRY_MS = 500
+
+log = get_logger(__name__)
 
 Event = verifier_pb2.GenerationEvent
 VerifierCall = grpc.aio.UnaryStreamCall[
@@ -159,6 +162,7 @@ class Generation:
             await self._registry.changed(min(left_s, self._settings.reconnect_s))
             avoid = None
         self._state.counters.verifier_migrations += 1
+        log.warning("generation moved", lost=lost_worker.address, to=worker.address, reason=lost.error.reason)
         return worker
 
     def _choose(self, avoid: Worker | None) -> Worker | None:
