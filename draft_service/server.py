@@ -7,14 +7,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import Drafter
-from draft_service.drafters.lm import LmDrafter
 from draft_service.drafters.merged import MergedDrafter
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.drafters.suffix import SuffixDrafter
@@ -24,11 +20,9 @@ from draftwood.errors import ResourceExhausted, Unavailable
 from draftwood.rpc.access import server_access, tls_files
 from draftwood.rpc.channel import Dialer
 from draftwood.rpc.server import RpcServer
-from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
-from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
-from draftwood.runtime.text import TextCodec
+from draftwood.rpc.tracing import start_tracing
 from draftwood.runtime.worker import Worker
-from draftwood.telemetry import get_logger, serve_metrics
+from draftwood.telemetry import METRICS, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2
 from draftwood.wire import tokenizer_to_proto
 
@@ -67,7 +61,10 @@ class DraftServer:
     async def start(self) -> str:
         """Binds the port and returns host:port; the drafter loads behind it, health turns SERVING when it is warm."""
         self._loop = asyncio.get_running_loop()
-        serve_metrics(self.settings.metrics_port)
+        serve_metrics(self.settings.metrics_host, self.settings.metrics_port)
+        start_tracing("draft", self.settings.traces)
+        METRICS.draft_sessions.set_function(lambda: self._sessions)
+        METRICS.draft_idle_seconds.set_function(self._idle_s)
         address = await self._rpc.start(self.settings.listen)
         self._loading = asyncio.create_task(self._load())
         return address
@@ -103,6 +100,7 @@ class DraftServer:
             log.exception("the drafter cannot be loaded", kind=self.settings.kind, model=self.settings.model)
             raise
         self._loaded = Loaded(core, self._describe(core.drafter))
+        METRICS.draft_nodes.set_function(lambda: core.nodes_drafted)
         await self._rpc.set_serving(True)
         log.info("serving", kind=core.drafter.kind, model=core.drafter.model)
 
@@ -154,6 +152,7 @@ class DraftServer:
             message = f"{self._sessions} sessions are attached, the limit is {self.settings.max_sessions}"
             raise ResourceExhausted("SESSIONS_FULL", message, retry_after_ms=1000)
         await self._link(request.verifier_address, loaded).attach(request.session_id, request.ticket)
+        log.info("session attached", session=request.session_id, verifier=request.verifier_address)
         return draft_pb2.AttachResponse()
 
     def _link(self, address: str, loaded: Loaded) -> VerifierLink:
@@ -169,6 +168,7 @@ class DraftServer:
     async def Detach(self, request: draft_pb2.DetachRequest, context: Any) -> draft_pb2.DetachResponse:
         for link in self._links.values():
             link.detach(request.session_id)
+        log.info("session detached", session=request.session_id)
         return draft_pb2.DetachResponse()
 
     async def GetModelInfo(
@@ -215,16 +215,7 @@ def make_drafter(settings: DraftSettings) -> Drafter:
         return NgramDrafter(settings)
     if settings.kind == "suffix":
         return SuffixDrafter(settings)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    demo = settings.model == DEMO
-    path: str | Path = demo_draft() if demo else settings.model
-    tokenizer: str | Path = settings.tokenizer or (demo_target() if demo else settings.model)
-    device = resolve_device(settings.device)
-    model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
-    runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
-    runtime.capture()
-    vocabulary = TextCodec(tokenizer).vocabulary(runtime.vocab_size)
-    drafter = LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
-    drafter.warm_up()
-    return drafter
+    # Not at the top: draft workers without a model run where torch is not installed.
+    from draft_service.drafters.loading import load_lm_drafter
+
+    return load_lm_drafter(settings)

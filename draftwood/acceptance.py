@@ -27,27 +27,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwood.noise import uniform_rows
-from draftwood.sampling import SamplingParams, process_logits
+from draftwood.parameters import SamplingParams
+from draftwood.sampling import process_logits
 from draftwood.tree import Proposal, TokenTree, depths
 
 ACCEPTANCE_STREAM = 1
 """Stream of the uniform numbers that rejection decides by: number 0 draws from what is left, 1 + j is sibling j's."""
 
 _RANK_CHANCES = (0.5, 0.09, 0.045, 0.045, 0.0175)
-
-
-class Rule(enum.Enum):
-    """How a request's guesses are accepted; at temperature 0 every rule is greedy."""
-
-    GREEDY = "greedy"
-    SHARED_NOISE = "shared_noise"
-    REJECTION = "rejection"
-    TYPICAL = "typical"
-
-    @property
-    def lossy(self) -> bool:
-        """True if drafts may change the text, or its distribution."""
-        return self is Rule.TYPICAL
 
 
 @dataclass(frozen=True, slots=True)

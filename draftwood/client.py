@@ -12,6 +12,7 @@ import asyncio
 import json
 import secrets
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -26,6 +27,7 @@ from draftwood.config import ClientSettings, load_client_settings
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted, Unavailable
 from draftwood.rpc.router_line import RouterLine
 from draftwood.rpc.status import from_rpc_error
+from draftwood.rpc.tracing import Metadata, check_request_id, outgoing_metadata
 from draftwood.v1 import draft_pb2, router_pb2, router_pb2_grpc, verifier_pb2
 from draftwood.wire import error_from_proto
 
@@ -238,6 +240,7 @@ class DraftwoodClient:
         max_nodes: int = 0,
         deadline_ms: int = 0,
         rule: str = "",
+        request_id: str = "",
     ) -> AsyncGenerator[Event]:
         """The target's answer: ``Started``, ``Chunk`` by ``Chunk``, ``Finished``. ``max_tokens`` 0: no limit.
 
@@ -246,7 +249,7 @@ class DraftwoodClient:
         ``deadline_ms``: how soon the answer is wanted (0: no hurry); it orders the verifier's queue and cuts nothing.
         ``rule`` says how guesses are accepted: "greedy", "shared_noise", "rejection", "typical"; empty: the server's.
         ``json_schema`` (an object or its text), ``json_object``, ``regex`` and ``grammar`` constrain the text; one of
-        them at most.
+        them at most. ``request_id`` is what the services' logs and traces call the request; empty: a random one.
         """
         generation = verifier_pb2.Generation(
             sampling=verifier_pb2.Sampling(
@@ -277,7 +280,9 @@ class DraftwoodClient:
         )
         _set_prompt(generation, prompt)
         request = router_pb2.RouterServiceGenerateRequest(model=model, generation=generation)
-        answer = self._choices(request) if n is not None and n > 1 else self._resumed(request)
+        metadata = outgoing_metadata(check_request_id(request_id or uuid.uuid4().hex))
+        several = n is not None and n > 1
+        answer = self._choices(request, metadata) if several else self._resumed(request, metadata)
         async with aclosing(answer) as events:
             async for event in events:
                 yield event
@@ -311,14 +316,16 @@ class DraftwoodClient:
         except grpc.RpcError as error:
             raise self._explained(error) from error
 
-    async def _choices(self, request: router_pb2.RouterServiceGenerateRequest) -> AsyncGenerator[Event]:
+    async def _choices(
+        self, request: router_pb2.RouterServiceGenerateRequest, metadata: Metadata
+    ) -> AsyncGenerator[Event]:
         """The events of several texts; after a break each that has not ended goes on as a request of its own."""
         if not request.generation.sampling.HasField("seed"):
             request.generation.sampling.seed = secrets.randbits(64)
         singles = [_single(request, index) for index in range(request.generation.n)]
         started, finished = set[int](), set[int]()
         try:
-            async with aclosing(self._call(request, singles)) as events:
+            async with aclosing(self._call(request, singles, metadata)) as events:
                 async for event in events:
                     if isinstance(event, Started):
                         started.add(event.index)
@@ -330,13 +337,18 @@ class DraftwoodClient:
             if not started:
                 raise
         left = [index for index in range(len(singles)) if index not in finished]
-        rest = [self._resumed(singles[index], broken=True, started=index in started) for index in left]
+        rest = [self._resumed(singles[index], metadata, broken=True, started=index in started) for index in left]
         async with aclosing(merged(rest)) as indexed:
             async for place, event in indexed:
                 yield replace(event, index=left[place])
 
     async def _resumed(
-        self, request: router_pb2.RouterServiceGenerateRequest, *, broken: bool = False, started: bool = False
+        self,
+        request: router_pb2.RouterServiceGenerateRequest,
+        metadata: Metadata,
+        *,
+        broken: bool = False,
+        started: bool = False,
     ) -> AsyncGenerator[Event]:
         """The events of one text over as many calls as it takes; ``request`` grows with what has come.
 
@@ -348,7 +360,7 @@ class DraftwoodClient:
         while True:
             refusable = True  # nothing of this call has been served yet
             try:
-                async with aclosing(self._call(request, [request])) as events:
+                async with aclosing(self._call(request, [request], metadata)) as events:
                     async for event in events:
                         refusable = False
                         if isinstance(event, Chunk):
@@ -372,9 +384,10 @@ class DraftwoodClient:
         self,
         request: router_pb2.RouterServiceGenerateRequest,
         singles: Sequence[router_pb2.RouterServiceGenerateRequest],
+        metadata: Metadata,
     ) -> AsyncGenerator[Event]:
         """One call's events; raises its in-band error rather than its status. ``singles`` grow, each with its text."""
-        call = self._stub.Generate(request, metadata=self._line.metadata())
+        call = self._stub.Generate(request, metadata=(*self._line.metadata(), *metadata))
         said: DraftwoodError | None = None
         running = len(singles)
         try:

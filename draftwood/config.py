@@ -48,7 +48,13 @@ def _anywhere(path: Path) -> Path:
 File = Annotated[Path, AfterValidator(_anywhere)]
 
 
-MetricsPort = Annotated[int, Field(ge=0, lt=2**16, description="port of Prometheus metrics on loopback; 0: none")]
+MetricsHost = Annotated[str, Field(description="address that Prometheus metrics are served on")]
+MetricsPort = Annotated[
+    int, Field(ge=0, lt=2**16, description="their port; if it is taken, the next of 16 that is free; 0: none")
+]
+Traces = Annotated[
+    str, Field(description="OTLP endpoint (gRPC) that traces are sent to, as http://127.0.0.1:4317; empty: none")
+]
 
 
 class ServerSettings(BaseSettings):
@@ -66,7 +72,10 @@ class VerifierSettings(ServerSettings):
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_VERIFIER_", extra="forbid")
 
     listen: Listen = "127.0.0.1:0"
+    metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
+    traces: Traces = ""
+    vllm_metrics: bool = Field(False, description="metrics that mean what vLLM's do have its names, too")
     model: str = Field("demo", description='target model: path, hub id, or "demo" (SmolLM2-135M-Instruct)')
     name: str = Field("", description="name that requests use; empty: derived from `model`")
     device: Device = "auto"
@@ -108,7 +117,9 @@ class DraftSettings(ServerSettings):
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_DRAFT_", extra="forbid")
 
     listen: Listen = "127.0.0.1:0"
+    metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
+    traces: Traces = ""
     kind: Literal["lm", "ngram", "suffix", "merged"] = Field(
         "lm",
         description="lm: small language model; ngram: lookup in the text itself; suffix: lookup in all texts written "
@@ -224,7 +235,9 @@ class RouterSettings(ServerSettings):
     model_config = SettingsConfigDict(env_prefix="DRAFTWOOD_ROUTER_", extra="forbid")
 
     listen: Listen = "127.0.0.1:0"
+    metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
+    traces: Traces = ""
     verifiers: list[str] = Field([], description="addresses of verifiers, besides those that register")
     drafts: list[str] = Field([], description="addresses of draft workers, besides those that register")
     drafts_per_session: int = Field(2, ge=0, description="draft workers attached to one session")

@@ -27,89 +27,14 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftwood.errors import InvalidArgument
+from draftwood.parameters import ProcessorParams
 from draftwood.tree import IndexArray, TokenTree
-
-MAX_PENALTY = 2.0  # of presence and frequency, as OpenAI
-MAX_REPETITION_PENALTY = 100.0
-MAX_BIAS = 100.0
-MAX_BIASES = 1024
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 64
-
-
-def check_parameter(name: str, value: float, valid: bool, limit: str) -> None:
-    """Raises InvalidArgument SAMPLING, naming value and limit, unless ``valid``."""
-    if not valid:
-        raise InvalidArgument("SAMPLING", f"{name} is {value}, must be {limit}", field=f"sampling.{name}")
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessorParams:
-    """Processors of one request; the defaults change nothing."""
-
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # distinct tokens
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    min_tokens: int = 0
-    end_tokens: tuple[int, ...] = ()  # excluded until the output has min_tokens
-
-    @property
-    def counts(self) -> bool:
-        """Whether it matters which tokens occur in the history."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    def validate(self, vocab_size: int) -> None:
-        """Raises InvalidArgument SAMPLING or TOKEN_OUT_OF_VOCABULARY for the first fault; NaN is out of every range.
-
-        ``check_bad_word`` holds for each bad word; what ``min_tokens`` may be depends on the request's ``max_tokens``.
-        """
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            check_parameter(name, value, abs(value) <= MAX_PENALTY, f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
-        repetition, most = self.repetition_penalty, MAX_REPETITION_PENALTY
-        check_parameter(
-            "repetition_penalty", repetition, 1 / most <= repetition <= most, f"in [{1 / most:g}, {most:g}]"
-        )
-        check_count("logit_bias", len(self.logit_bias), MAX_BIASES, "tokens")
-        for token, bias in self.logit_bias:
-            where = f"logit_bias[{token}]"
-            _check_token(token, vocab_size, where)
-            check_parameter(where, bias, abs(bias) <= MAX_BIAS, f"in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
-
-
-def check_count(name: str, count: int, most: int, what: str) -> None:
-    """Raises InvalidArgument SAMPLING for a list that is longer than ``most``."""
-    if count > most:
-        raise InvalidArgument(
-            "SAMPLING", f"{name} has {count} {what}, at most {most} are taken", field=f"sampling.{name}"
-        )
-
-
-def _check_token(token: int, vocab_size: int, where: str) -> None:
-    if not 0 <= token < vocab_size:
-        message = f"token {token} is out of the vocabulary of {vocab_size}"
-        raise InvalidArgument("TOKEN_OUT_OF_VOCABULARY", message, field=f"sampling.{where}")
-
-
-def check_bad_word(word: Sequence[int], vocab_size: int, where: str) -> None:
-    """Raises InvalidArgument for a sequence that is empty, too long or out of the vocabulary; ``where`` names it."""
-    limit = f"between 1 and {MAX_BAD_WORD_TOKENS}"
-    if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
-        raise InvalidArgument(
-            "SAMPLING", f"{where} has {len(word)} tokens, must have {limit}", field=f"sampling.{where}"
-        )
-    for k, token in enumerate(word):
-        _check_token(token, vocab_size, f"{where}.token_ids[{k}]")
 
 
 class History:

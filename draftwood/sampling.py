@@ -15,60 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.noise import GumbelCache
-from draftwood.processors import ProcessorParams, check_parameter
-
-MAX_TEMPERATURE = 10.0
+from draftwood.parameters import SamplingParams
 
 # Most values the top-p rule sorts before it sorts the whole row: enough for nearly all rows.
 _TOP_P_HEAD = 1024
 # Columns of one block in the search for the draft's children.
 _BLOCK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling of one request. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 keep every token.
-
-    ``processors`` change the logits beforehand (``draftwood.processors``); None: the logits as they come. The functions
-    here take processed logits and do not look at them.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0  # uint64
-    min_p: float = 0.0
-    processors: ProcessorParams | None = None
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens are left out, for which the row's largest have to be found."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    def validate(self, vocab_size: int) -> None:
-        """Raises InvalidArgument SAMPLING for the first value out of its range; NaN is out of every range.
-
-        As ``ProcessorParams.validate`` for the processors.
-        """
-        t = self.temperature
-        check_parameter("temperature", t, 0 <= t <= MAX_TEMPERATURE, f"in [0, {MAX_TEMPERATURE:g}]")
-        check_parameter("top_k", self.top_k, 0 <= self.top_k <= vocab_size, f"in [0, {vocab_size}], the vocabulary")
-        check_parameter("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        check_parameter("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
-        check_parameter("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2**64)")
-        if self.processors:
-            self.processors.validate(vocab_size)
 
 
 def process_logits(logits: Tensor, params: SamplingParams) -> Tensor:

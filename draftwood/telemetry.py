@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal, cast, get_args
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
-from draftwood.errors import BY_STATUS, InvalidArgument
+from draftwood.errors import BY_STATUS, InvalidArgument, Unavailable
 
 Fate = Literal["drafted", "verified", "accepted", "stale", "refused"]
 SessionState = Literal["waiting", "running", "preempted"]
@@ -25,6 +27,11 @@ PageOwner = Literal["free", "cached", "session"]
 PageEvent = Literal["reused", "published", "evicted"]
 StepPart = Literal["wait", "plan", "forward", "sample", "commit"]
 WidthReason = Literal["no_nodes", "shut", "baseline", "cost", "all", "probe", "full", "prefill"]
+RequestOutcome = Literal["ok", "failed", "cancelled"]
+TextReason = Literal["stop", "length", "cancelled"]
+ServingRole = Literal["router", "verifier"]
+WorkerRole = Literal["verifier", "draft"]
+WorkerHealth = Literal["starting", "ready", "lost", "draining"]
 
 MOST_DEPTH: Final = 16
 """Deeper nodes count as this deep in metrics."""
@@ -33,6 +40,18 @@ MOST_MODELS: Final = 64
 """Draft models that have metrics of their own: they name themselves."""
 
 RPC_CODES: Final = ("OK", "CANCELLED", *BY_STATUS)
+METRICS_PORTS: Final = 16
+"""Ports that are tried, from the named one on: workers with the same settings may share a machine."""
+
+# vLLM's, so that what has the same meaning can have its name, too.
+FIRST_TOKEN_BUCKETS_S: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+REQUEST_BUCKETS_S: Final = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
 STEP_BUCKETS_S: Final = (0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
 
 
@@ -120,6 +139,21 @@ def _forward_stdlib(chain: list[Processor], renderers: list[Processor]) -> None:
     root.handlers = [other for other in root.handlers if not isinstance(other, _StderrHandler)] + [handler]
 
 
+class ReadCounter(Collector):
+    """A counter that somebody else keeps; it is read when the metrics are."""
+
+    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
+        self._name, self._documentation = name, documentation
+        self._read: Callable[[], float] = float
+        registry.register(self)
+
+    def set_function(self, read: Callable[[], float]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._documentation, value=self._read())
+
+
 class Metrics:
     """The metrics of one process, as ready-made children; an unknown label value is a KeyError."""
 
@@ -180,6 +214,59 @@ class Metrics:
         self.cached_prompt_tokens = Counter(
             "draftwood_cached_prompt_tokens", "Of these, tokens whose KV pages were cached", registry=self.registry
         )
+        self.drafts = Counter(
+            "draftwood_drafts", "Trees verified, one for each session of a step that has nodes", registry=self.registry
+        )
+        texts = Counter("draftwood_texts", "Texts that a verifier has ended", ["reason"], registry=self.registry)
+        self.texts: dict[TextReason, Counter] = {reason: texts.labels(reason) for reason in get_args(TextReason)}
+        # Both by the role that measures: what a client waits for is the router's.
+        first_token = Histogram(
+            "draftwood_first_token_seconds", "From a request's arrival to its first token", ["role"],
+            buckets=FIRST_TOKEN_BUCKETS_S, registry=self.registry,
+        )  # fmt: skip
+        seconds = Histogram(
+            "draftwood_request_seconds", "From a request's arrival to its last word", ["role"],
+            buckets=REQUEST_BUCKETS_S, registry=self.registry,
+        )  # fmt: skip
+        self.first_token_seconds: dict[ServingRole, Histogram] = {
+            role: first_token.labels(role) for role in get_args(ServingRole)
+        }
+        self.request_seconds: dict[ServingRole, Histogram] = {
+            role: seconds.labels(role) for role in get_args(ServingRole)
+        }
+        requests = Counter(
+            "draftwood_requests", "Requests that have ended, by the role that counts", ["role", "outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.requests: dict[tuple[ServingRole, RequestOutcome], Counter] = {
+            (role, how): requests.labels(role, how)
+            for role in get_args(ServingRole)
+            for how in get_args(RequestOutcome)
+        }
+        self.requests_running = Gauge(
+            "draftwood_requests_running", "Texts that the router is serving", registry=self.registry
+        )
+        self.draft_reattachments = ReadCounter(
+            "draftwood_draft_reattachments", "Drafts attached in place of lost ones", registry=self.registry
+        )
+        self.verifier_migrations = ReadCounter(
+            "draftwood_verifier_migrations", "Generations moved to another verifier", registry=self.registry
+        )
+        workers = Gauge("draftwood_workers", "Workers by role and health", ["role", "health"], registry=self.registry)
+        self.workers: dict[tuple[WorkerRole, WorkerHealth], Gauge] = {
+            (role, health): workers.labels(role, health)
+            for role in get_args(WorkerRole)
+            for health in get_args(WorkerHealth)
+        }
+        self.draft_sessions = Gauge(
+            "draftwood_draft_sessions", "Sessions that this draft worker is attached to", registry=self.registry
+        )
+        self.draft_nodes = ReadCounter(
+            "draftwood_draft_nodes", "Nodes that this draft worker has drawn", registry=self.registry
+        )
+        self.draft_idle_seconds = ReadCounter(
+            "draftwood_draft_idle_seconds", "Time in which this draft worker had nothing to do", registry=self.registry
+        )
         self.rpc: dict[tuple[str, str], Counter] = {}
 
     def canary_share(self, model: str) -> Gauge:
@@ -198,7 +285,20 @@ class Metrics:
 METRICS: Final = Metrics()
 
 
-def serve_metrics(port: int) -> None:
-    """Serves this process's metrics over HTTP on loopback; port 0 serves none."""
-    if port:
-        start_http_server(port, addr="127.0.0.1", registry=METRICS.registry)
+def serve_metrics(host: str, port: int) -> int:
+    """Serves this process's metrics over HTTP, on the first of ``METRICS_PORTS`` ports that is free; returns it.
+
+    Port 0 serves none. Raises Unavailable BIND.
+    """
+    if not port:
+        return 0
+    for tried in range(port, min(port + METRICS_PORTS, 2**16)):
+        try:
+            start_http_server(tried, addr=host, registry=METRICS.registry)
+        except OSError as error:
+            reason = error
+        else:
+            get_logger(__name__).info("metrics", host=host, port=tried)
+            return tried
+    message = f"metrics cannot be served on {host}, on any of {METRICS_PORTS} ports from {port} on: {reason}"
+    raise Unavailable("BIND", message) from reason

@@ -12,6 +12,7 @@ import grpc
 
 from draftwood.errors import DraftwoodError, ResourceExhausted, Unavailable
 from draftwood.rpc.status import from_rpc_error
+from draftwood.rpc.tracing import outgoing_metadata
 from draftwood.telemetry import get_logger
 from draftwood.tickets import issue_ticket
 from draftwood.v1 import draft_pb2, draft_pb2_grpc
@@ -107,7 +108,7 @@ class Attachments:
         worker.sessions += 1  # counted while it is on its way, so that a burst spreads
         self._attached[worker] = worker.incarnation
         try:
-            await _stub(worker).Attach(request, timeout=CONTROL_TIMEOUT_S)
+            await _stub(worker).Attach(request, timeout=CONTROL_TIMEOUT_S, metadata=outgoing_metadata())
         except (grpc.RpcError, DraftwoodError) as error:
             self._refused(worker, error if isinstance(error, DraftwoodError) else from_rpc_error(error))
         except asyncio.CancelledError:
@@ -147,7 +148,7 @@ class Attachments:
     async def _detach(self, worker: Worker) -> None:
         request = draft_pb2.DetachRequest(session_id=self._session.session_id)
         try:
-            await _stub(worker).Detach(request, timeout=CONTROL_TIMEOUT_S)
+            await _stub(worker).Detach(request, timeout=CONTROL_TIMEOUT_S, metadata=outgoing_metadata())
         except grpc.RpcError as error:
             log.info("draft_not_detached", address=worker.address, error=str(from_rpc_error(error)))
 

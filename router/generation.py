@@ -19,6 +19,8 @@ import grpc.aio
 
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, Unavailable
 from draftwood.rpc.status import from_rpc_error
+from draftwood.rpc.tracing import outgoing_metadata
+from draftwood.telemetry import get_logger
 from draftwood.tickets import new_key
 from draftwood.v1 import router_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwood.wire import error_from_proto
@@ -32,6 +34,8 @@ MAX_FUTILE_REPLAYS = 3
 """Verifiers that a request may lose in a row without a token in between."""
 END_TIMEOUT_S = 1.0
 RETRY_MS = 500
+
+log = get_logger(__name__)
 
 Event = verifier_pb2.GenerationEvent
 VerifierCall = grpc.aio.UnaryStreamCall[
@@ -134,7 +138,7 @@ class Generation:
         request = verifier_pb2.VerifierServiceGenerateRequest(
             generation=self._progress.request(), session_id=session.session_id, ticket=session.ticket_key
         )
-        call: VerifierCall = _stub(worker).Generate(request, timeout=self._remaining_s())
+        call: VerifierCall = _stub(worker).Generate(request, timeout=self._remaining_s(), metadata=outgoing_metadata())
         worker.calls.add(call)
         worker.sessions += 1
         try:
@@ -158,6 +162,7 @@ class Generation:
             await self._registry.changed(min(left_s, self._settings.reconnect_s))
             avoid = None
         self._state.counters.verifier_migrations += 1
+        log.warning("generation moved", lost=lost_worker.address, to=worker.address, reason=lost.error.reason)
         return worker
 
     def _choose(self, avoid: Worker | None) -> Worker | None:

@@ -34,6 +34,7 @@ SERVERS = {
 LOOPBACK = "127.0.0.1"
 CONTROL_CALLS = 32
 PENDING_CALLS = 256
+RAY_ANSWERS_S = 5.0
 REGISTER_EVERY_S = 2.0
 POLL_S = 0.2
 MAX_TEMP_DIR = 30
@@ -202,6 +203,7 @@ class Cluster:
         """Raises Unavailable RAY_UNREACHABLE."""
         settings = self._config.ray
         self._owns_ray = not settings.address
+        check_ray_address(settings.address)
         ray = import_ray(local=self._owns_ray)
         where = self._local_ray() if self._owns_ray else {"address": settings.address}
         try:
@@ -299,6 +301,17 @@ class Cluster:
         except (TimeoutError, ray.exceptions.RayError) as error:
             log.info("actor_not_stopped_gently", error=_cause(error))
         ray.kill(actor, no_restart=True)
+
+
+def check_ray_address(address: str) -> None:
+    """Ray itself would go on trying for minutes. Raises Unavailable RAY_UNREACHABLE if nobody listens at host:port."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # "auto", or a Ray started here
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), RAY_ANSWERS_S).close()
+    except OSError as error:
+        raise Unavailable("RAY_UNREACHABLE", f"no Ray at {address}: {error}") from error
 
 
 def import_ray(*, local: bool = False) -> Any:

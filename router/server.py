@@ -16,11 +16,14 @@ from draftwood.errors import DraftwoodError, InvalidArgument, ResourceExhausted,
 from draftwood.rpc.access import CALLER, Access, tls_files
 from draftwood.rpc.channel import Dialer
 from draftwood.rpc.server import RpcServer
+from draftwood.rpc.tracing import start_tracing
+from draftwood.rpc.watching import watched
 from draftwood.telemetry import serve_metrics
 from draftwood.v1 import router_pb2, verifier_pb2
 from draftwood.wire import error_to_proto
 from router.choices import check_choices, choice_events
 from router.clients import ClientBook
+from router.figures import publish_figures
 from router.generation import RETRY_MS
 from router.links import Links
 from router.quotas import Quotas, admitted, metered
@@ -72,7 +75,9 @@ class RouterServer:
 
     async def start(self) -> str:
         """Serves; returns the bound address."""
-        serve_metrics(self._settings.metrics_port)
+        serve_metrics(self._settings.metrics_host, self._settings.metrics_port)
+        start_tracing("router", self._settings.traces)
+        publish_figures(self._state)
         address = await self._rpc.start(self._settings.listen)
         for verifier in self._settings.verifiers:
             self._registry.add_static(Role.VERIFIER, verifier)
@@ -121,12 +126,14 @@ class RouterServicer:
     ) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
         self._counters.requests_total += 1
         try:
-            choices = check_choices(request.generation, self._settings.max_choices)
-            with self._admitted(choices), admitted(self._quotas, CALLER.get(), choices) as meter:
-                texts = choice_events(self._state, request, remaining_s(context), choices)
-                async with aclosing(metered(texts, meter) if meter else texts) as events:
-                    async for event in events:
-                        yield router_pb2.RouterServiceGenerateResponse(event=event)
+            with watched("router") as watch:
+                choices = check_choices(request.generation, self._settings.max_choices)
+                with self._admitted(choices), admitted(self._quotas, CALLER.get(), choices) as meter:
+                    texts = choice_events(self._state, request, remaining_s(context), choices)
+                    async with aclosing(metered(texts, meter) if meter else texts) as events:
+                        async for event in events:
+                            watch.see(event)
+                            yield router_pb2.RouterServiceGenerateResponse(event=event)
         except DraftwoodError as error:
             # In-band first: a status can be lost when the stream breaks while it is on its way (grpc#36066).
             self._counters.requests_failed += 1

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from draftwood.acceptance import Emission, Ending, FinishReason, Walk, emit, walk
 from draftwood.noise import GumbelCache
-from draftwood.sampling import SamplingParams, draft_children, target_tokens
+from draftwood.parameters import SamplingParams
+from draftwood.sampling import draft_children, target_tokens
 from draftwood.tree import TokenTree
 
 VOCAB = 5

@@ -52,6 +52,8 @@ LAYERS = {
             "draftwood.choices",
             "draftwood.credentials",
             "draftwood.tickets",
+            "draftwood.parameters",
+            "draftwood.vllm_names",
         ),
         packages=VALUE_PACKAGES,
     ),
@@ -62,7 +64,9 @@ LAYERS = {
     ),
     "v1": Layer(("draftwood.v1",), packages=("google", "grpc")),
     "kernels": Layer(("draftwood.kernels",), packages=("torch", "triton")),
-    "transport": Layer(("draftwood.wire", "draftwood.rpc"), ("values", "v1"), VALUE_PACKAGES + GRPC_PACKAGES),
+    "transport": Layer(
+        ("draftwood.wire", "draftwood.rpc"), ("values", "v1"), (*VALUE_PACKAGES, *GRPC_PACKAGES, "opentelemetry")
+    ),
     "device": Layer(("draftwood.runtime",), ("values", "maths", "kernels"), VALUE_PACKAGES + MODEL_PACKAGES),
     "draft service": Layer(("draft_service",), BELOW_SERVICES, VALUE_PACKAGES + GRPC_PACKAGES + MODEL_PACKAGES),
     "verifier service": Layer(

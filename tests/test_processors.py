@@ -24,8 +24,9 @@ from transformers import (
 )
 
 from draftwood.errors import InvalidArgument
-from draftwood.processors import History, ProcessorParams, allow_only, check_bad_word, process
-from draftwood.sampling import SamplingParams, process_logits, token_logprobs
+from draftwood.parameters import ProcessorParams, SamplingParams, check_bad_word
+from draftwood.processors import History, allow_only, process
+from draftwood.sampling import process_logits, token_logprobs
 from draftwood.tree import TokenTree
 
 VOCAB = 12

@@ -18,7 +18,6 @@ import torch
 
 from draftwood.acceptance import (
     ACCEPTANCE_STREAM,
-    Rule,
     UniformDice,
     Walk,
     multi_step,
@@ -30,7 +29,8 @@ from draftwood.acceptance import (
     walk,
 )
 from draftwood.noise import gumbel_rows, uniform_rows
-from draftwood.sampling import SamplingParams, process_logits
+from draftwood.parameters import Rule, SamplingParams
+from draftwood.sampling import process_logits
 from draftwood.tree import Proposal, TokenTree
 from tests.chi_square import p_value
 

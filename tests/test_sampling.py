@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftwood.errors import InvalidArgument
 from draftwood.noise import GumbelCache, gumbel
-from draftwood.sampling import SamplingParams, draft_children, margins, process_logits, target_tokens
+from draftwood.parameters import SamplingParams
+from draftwood.sampling import draft_children, margins, process_logits, target_tokens
 
 GREEDY = SamplingParams()
 LOWEST = torch.finfo(torch.float32).min

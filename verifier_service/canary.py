@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftwood import tree as tt
-from draftwood.acceptance import Rule, walk
+from draftwood.acceptance import walk
 from draftwood.errors import InvalidArgument, PermissionDenied
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftwood.acceptance import FinishReason, Rule, Walk, emit, walk
+from draftwood.acceptance import FinishReason, Walk, emit, walk
 from draftwood.config import VerifierSettings
 from draftwood.errors import (
     DraftwoodError,
@@ -23,9 +23,9 @@ from draftwood.errors import (
     NotFound,
     ResourceExhausted,
 )
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS, MOST_DEPTH, StepPart, WidthReason, get_logger
 from draftwood.tickets import check_ticket
 from draftwood.wire import SessionCommit
@@ -398,6 +398,7 @@ class Engine:
         why = self.planner.reason
         stats.width_reason = why if session.drafts and (session.tree.size > 1 or why == "shut") else "no_nodes"
         if part.tree.size > 1:
+            METRICS.drafts.inc()
             anchor, *positions = part.rows.tail_position.tolist()
             for position in positions:
                 above = min(position - anchor, MOST_DEPTH) - 1

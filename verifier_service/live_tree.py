@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftwood import tree as tt
-from draftwood.acceptance import Rule, sibling_score
+from draftwood.acceptance import sibling_score
 from draftwood.errors import InvalidArgument
+from draftwood.parameters import Rule
 from draftwood.tree import GONE, FloatArray, IndexArray, IntArray, Proposal, TokenTree
 from verifier_service.calibration import Calibration
 

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from draftwood.acceptance import Emission, Ending, Rule, emit
+from draftwood.acceptance import Emission, Ending, emit
 from draftwood.errors import InvalidArgument
-from draftwood.processors import MAX_BAD_WORDS, ProcessorParams, check_bad_word, check_count, check_parameter
+from draftwood.parameters import (
+    MAX_BAD_WORDS,
+    ProcessorParams,
+    Rule,
+    SamplingParams,
+    check_bad_word,
+    check_count,
+    check_parameter,
+)
 from draftwood.runtime.text import TextCodec, TextStream
-from draftwood.sampling import SamplingParams
 from draftwood.stop_strings import StopStrings
 from draftwood.v1 import draft_pb2
 from draftwood.v1 import verifier_pb2 as pb

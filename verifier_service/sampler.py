@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwood.acceptance import Rule, reject, typical_targets
+from draftwood.acceptance import reject, typical_targets
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument
 from draftwood.noise import GumbelCache
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.processors import allow_only, process
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams, target_tokens, token_logprobs
+from draftwood.sampling import target_tokens, token_logprobs
 from verifier_service.constraints import Matcher
 from verifier_service.plan import Part
 from verifier_service.session import TokenLogprobs

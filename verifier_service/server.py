@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 
-from draftwood.acceptance import FinishReason, Rule
+from draftwood.acceptance import FinishReason
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
+from draftwood.parameters import Rule
 from draftwood.rpc.access import server_access
 from draftwood.rpc.server import RpcServer
+from draftwood.rpc.tracing import start_tracing
+from draftwood.rpc.watching import watched
 from draftwood.runtime.demo_model import DEMO, TARGET_NAME, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
 from draftwood.runtime.text import TextCodec, TextStream, end_tokens
 from draftwood.runtime.worker import Worker
 from draftwood.telemetry import METRICS, MOST_DEPTH, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
+from draftwood.vllm_names import add_vllm_names
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import error_to_proto, tokenizer_to_proto
 from verifier_service.canary import TEXT as CANARY_TEXT
@@ -92,7 +96,8 @@ class VerifierServer:
     async def start(self) -> str:
         """Binds the port and returns host:port; the model loads behind it, health turns SERVING when it is warm."""
         self._loop = asyncio.get_running_loop()
-        serve_metrics(self.settings.metrics_port)
+        serve_metrics(self.settings.metrics_host, self.settings.metrics_port)
+        start_tracing("verifier", self.settings.traces)
         address = await self._rpc.start(self.settings.listen)
         self._loading = asyncio.create_task(self._load())
         return address
@@ -121,6 +126,8 @@ class VerifierServer:
     async def _load(self) -> None:
         try:
             self._loaded = await asyncio.wrap_future(self._worker.start(self._load_model, lambda made: made.engine))
+            if self.settings.vllm_metrics:
+                add_vllm_names(METRICS, self._loaded.name)
             await self._rpc.set_serving(True)
             log.info("serving", model=self._loaded.name)
         except asyncio.CancelledError:
@@ -216,6 +223,8 @@ class VerifierServer:
                     METRICS.accepted_depth[min(depth, MOST_DEPTH) - 1].inc()
         METRICS.tokens.inc(sum(len(e.tokens) for e in outcome.emitted))
         METRICS.nodes["accepted"].inc(sum(e.accepted for e in outcome.emitted))
+        for ended in outcome.ended:
+            METRICS.texts[ended.reason.value].inc()
         METRICS.prompt_tokens.inc(sum(e.prompt_tokens for e in outcome.ended))
         METRICS.cached_prompt_tokens.inc(sum(e.stats.cached_prompt for e in outcome.ended))
 
@@ -225,9 +234,11 @@ class VerifierServer:
         self, request: verifier_pb2.VerifierServiceGenerateRequest, context: Any
     ) -> AsyncGenerator[verifier_pb2.VerifierServiceGenerateResponse, None]:
         try:
-            async with aclosing(self._generate(request)) as events:
-                async for event in events:
-                    yield verifier_pb2.VerifierServiceGenerateResponse(event=event)
+            with watched("verifier", session=request.session_id) as watch:
+                async with aclosing(self._generate(request)) as events:
+                    async for event in events:
+                        watch.see(event)
+                        yield verifier_pb2.VerifierServiceGenerateResponse(event=event)
         except DraftwoodError as error:  # in-band first: a status may be lost when a stream ends
             event = verifier_pb2.GenerationEvent(error=error_to_proto(error))
             yield verifier_pb2.VerifierServiceGenerateResponse(event=event)

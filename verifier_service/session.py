@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from draftwood.acceptance import Ending, FinishReason, Rule
+from draftwood.acceptance import Ending, FinishReason
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.processors import History
 from draftwood.runtime.text import TextStream
-from draftwood.sampling import SamplingParams
 from draftwood.telemetry import MOST_DEPTH, WidthReason
 from verifier_service.constraints import Constraint, Grammar, Matcher
 from verifier_service.live_tree import LiveTree

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from draftwood.acceptance import Rule
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, FailedPrecondition, InvalidArgument
+from draftwood.parameters import Rule
 from draftwood.rpc.handlers import DecodeFailure
 from draftwood.runtime.worker import Worker
 from draftwood.telemetry import METRICS, get_logger

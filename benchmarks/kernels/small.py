@@ -32,7 +32,8 @@ from draftwood.kernels.commit import commit_kv, commit_kv_reference
 from draftwood.kernels.sampling import choose_tokens
 from draftwood.kernels.tree_build import TreeArrays, build_tree, build_tree_reference, words_needed
 from draftwood.noise import GumbelCache
-from draftwood.sampling import SamplingParams, target_tokens
+from draftwood.parameters import SamplingParams
+from draftwood.sampling import target_tokens
 
 ROWS, VOCAB = 64, 128_256
 LAYERS, KV_HEADS, PAGE, HEAD_DIM = 32, 8, 64, 128  # the 8B shape

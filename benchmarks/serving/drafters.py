@@ -27,9 +27,9 @@ from draft_service.drafter import Drafter, SessionCommitted, SessionStart
 from draft_service.server import make_drafter
 from draftwood.config import DraftSettings
 from draftwood.demo import PROMPTS
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_target
 from draftwood.runtime.text import TextCodec
-from draftwood.sampling import SamplingParams
 
 TOKENS = 48
 NODES = 25

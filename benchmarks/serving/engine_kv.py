@@ -21,10 +21,10 @@ from draft_service.drafter import SessionCommitted, SessionStart
 from draft_service.drafters.lm import LmDrafter
 from draftwood.acceptance import Ending
 from draftwood.config import DraftSettings, VerifierSettings
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_draft, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model
 from draftwood.runtime.text import TextCodec
-from draftwood.sampling import SamplingParams
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
 from verifier_service.session import GenerateRequest

@@ -30,10 +30,11 @@ from draftwood.client import Chunk, DraftwoodClient, Finished, Message
 from draftwood.config import VerifierSettings
 from draftwood.demo import PROMPTS
 from draftwood.noise import GumbelCache
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_target
 from draftwood.runtime.model import ModelRuntime, load_model
 from draftwood.runtime.text import TextCodec, end_tokens
-from draftwood.sampling import SamplingParams, margins
+from draftwood.sampling import margins
 from verifier_service.engine import Engine
 from verifier_service.session import GenerateRequest
 

@@ -27,9 +27,9 @@ from results import Check, write
 
 from draftwood.acceptance import Ending
 from draftwood.config import VerifierSettings
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_target
 from draftwood.runtime.model import ModelRuntime, load_model
-from draftwood.sampling import SamplingParams
 from verifier_service.engine import Engine
 from verifier_service.session import GenerateRequest
 

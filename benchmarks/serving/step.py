@@ -32,12 +32,12 @@ from results import Check, write
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.decoder import HfDecoder
 from draftwood.runtime.demo_model import demo_draft
 from draftwood.runtime.model import ModelRuntime, load_model, random_model
 from draftwood.runtime.shapes import shape
-from draftwood.sampling import SamplingParams
 from draftwood.tree import TokenTree, ancestors, depths
 
 CUDA = torch.device("cuda")

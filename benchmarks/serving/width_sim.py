@@ -29,7 +29,7 @@ from results import Check, write
 
 from draftwood.acceptance import Ending
 from draftwood.config import VerifierSettings
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from draftwood.tree import FloatArray, IntArray, TokenTree
 from verifier_service.calibration import Calibration
 from verifier_service.plan import FIRST_BUDGET, GATHER_STEPS, Part, Planner

@@ -19,14 +19,15 @@ from torch import Tensor
 from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
 from draft_service.topologies import best_first, make_topology
 from draftwood import tree as tt
-from draftwood.acceptance import Rule, sample_children, sibling_score
+from draftwood.acceptance import sample_children, sibling_score
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted
 from draftwood.kernels.children import top_children_triton
 from draftwood.noise import GumbelCache
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams, draft_children, first_children
+from draftwood.sampling import draft_children, first_children
 from draftwood.telemetry import METRICS
 from draftwood.topology import Topology, View
 from draftwood.tree import Proposal, TokenTree

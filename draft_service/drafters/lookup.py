@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
 from draftwood import tree as tt
-from draftwood.acceptance import Rule
 from draftwood.config import DraftSettings
+from draftwood.parameters import Rule
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth

@@ -15,7 +15,7 @@ import numpy as np
 
 from draft_service.drafter import Drafter, Key, Numbering, SessionCommitted, SessionStart
 from draftwood import tree as tt
-from draftwood.acceptance import Rule
+from draftwood.parameters import Rule
 from draftwood.tree import GONE, TokenTree
 from draftwood.vocabulary import Vocabulary, check
 from draftwood.wire import SessionGrowth

@@ -29,6 +29,7 @@ from draftwood.errors import (
 )
 from draftwood.rpc.access import Access
 from draftwood.rpc.status import to_status
+from draftwood.rpc.tracing import take_context
 from draftwood.telemetry import Metrics, get_logger
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -124,7 +125,11 @@ def _method_handler(
     respond = _streaming(serve, encode) if method.server_streaming else _unary(serve, encode)
 
     async def handle(request: bytes, context: Context) -> Any:
-        return await guard.run(name, context, lambda: respond(_raised(decode(request)), context))
+        async def answer() -> bytes | None:
+            take_context(context.invocation_metadata())
+            return await respond(_raised(decode(request)), context)
+
+        return await guard.run(name, context, answer)
 
     async def handle_stream(requests: Any, context: Context) -> Any:  # gRPC decodes each as it is asked for
         return await guard.run(name, context, lambda: respond(requests, context))

@@ -16,6 +16,7 @@ from draftwood.errors import DraftwoodError, InvalidArgument, Unavailable
 from draftwood.rpc.access import Access, Context
 from draftwood.rpc.handlers import CallGuard, DecodeFailure, build_handlers, method_name
 from draftwood.rpc.status import to_status
+from draftwood.rpc.tracing import flush_tracing
 from draftwood.telemetry import METRICS, Metrics
 
 __all__ = ["DecodeFailure", "RpcServer"]
@@ -87,6 +88,7 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         if self._server is not None:
             await self._server.stop(grace_s)
+        await asyncio.to_thread(flush_tracing)
 
 
 class _Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]

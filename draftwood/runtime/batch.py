@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwood.kernels.tree_attention import AttentionBatch
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from draftwood.tree import BoolArray, IntArray
 
 Indices = NDArray[np.int64]

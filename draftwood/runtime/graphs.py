@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Forward, HostArrays, Ragged, Shape, forward_tensors, host_arrays
-from draftwood.sampling import SamplingParams
 from draftwood.telemetry import get_logger
 
 log = get_logger(__name__)

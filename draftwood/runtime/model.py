@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftwood.errors import FailedPrecondition, NotFound
 from draftwood.kernels.commit import commit_kv
 from draftwood.kernels.sampling import choose_tokens
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Forward, Padding, Ragged, Rows, assemble
 from draftwood.runtime.decoder import ATTENTION, HfDecoder, make_decoder
 from draftwood.runtime.graphs import COMMON, Computed, StepGraphs
 from draftwood.runtime.pages import PagePool
-from draftwood.sampling import SamplingParams
 
 
 def resolve_device(name: str) -> torch.device:

@@ -16,10 +16,9 @@ from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.merged import MergedDrafter
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.drafters.suffix import SuffixDrafter
-from draftwood.acceptance import Rule
 from draftwood.config import DraftSettings
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 from tests.draft_service.test_lm import CONTEXT, GREEDY, SAMPLED, VOCAB, Oracle, make_runtime

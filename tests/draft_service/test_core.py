@@ -6,7 +6,7 @@ import numpy as np
 
 from draft_service.core import DraftCore
 from draft_service.drafter import Key, SessionCommitted, SessionStart
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 

@@ -16,8 +16,8 @@ from draft_service.drafters import lm
 from draft_service.drafters.lm import LmDrafter
 from draftwood.config import DraftSettings
 from draftwood.noise import gumbel
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.model import ModelRuntime, random_model
-from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth

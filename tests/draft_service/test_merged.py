@@ -11,9 +11,9 @@ import pytest
 from draft_service.drafter import Drafter
 from draft_service.drafters.merged import MergedDrafter
 from draft_service.drafters.ngram import NgramDrafter
-from draftwood.acceptance import Rule
 from draftwood.config import DraftSettings
 from draftwood.errors import FailedPrecondition
+from draftwood.parameters import Rule
 from draftwood.runtime.model import ModelRuntime
 from draftwood.vocabulary import Vocabulary
 from tests.draft_service.test_conformance import REJECTED, Follower, make, random_commit, work_until_idle

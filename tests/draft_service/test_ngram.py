@@ -9,7 +9,7 @@ import pytest
 from draft_service.drafter import SessionCommitted, SessionStart
 from draft_service.drafters.ngram import NgramDrafter
 from draftwood.config import DraftSettings
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from draftwood.wire import SessionGrowth
 
 KEY = (1, 7)

@@ -13,7 +13,7 @@ from draft_service.drafter import SessionCommitted, SessionStart
 from draft_service.drafters.suffix import SuffixDrafter
 from draft_service.suffix_index import SuffixIndex
 from draftwood.config import DraftSettings
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from draftwood.wire import SessionGrowth
 
 KEY = (1, 7)

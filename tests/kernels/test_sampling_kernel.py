@@ -29,7 +29,8 @@ from draftwood.kernels.sampling import (
     choose_tokens_triton,
 )
 from draftwood.noise import GumbelCache, gumbel, gumbel_rows
-from draftwood.sampling import SamplingParams, target_tokens
+from draftwood.parameters import SamplingParams
+from draftwood.sampling import target_tokens
 
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 

@@ -11,9 +11,9 @@ from in_process import CPU, load_target, make_drafters
 from draft_service.drafter import Drafter, SessionCommitted, SessionStart
 from draft_service.drafters.lm import LmDrafter
 from draftwood.config import DraftSettings
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_draft
 from draftwood.runtime.model import ModelRuntime, load_model
-from draftwood.sampling import SamplingParams
 from verifier_service.canary import LEAST_SHARE, MOST_TOKENS, TEXT, Canary, CanaryResult, Trial, learn_canary
 from verifier_service.live_tree import Nodes
 

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from draftwood.acceptance import Ending
 from draftwood.noise import GumbelCache
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_target
 from draftwood.runtime.model import ModelRuntime
 from draftwood.runtime.text import TextCodec, end_tokens
-from draftwood.sampling import SamplingParams, margins
+from draftwood.sampling import margins
 from verifier_service.session import GenerateRequest
 
 TOKENS = 128

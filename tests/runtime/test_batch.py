@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.kernels.tree_attention import AttentionBatch, tree_attention_reference
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import (
     Forward,
     Padding,
@@ -24,7 +25,6 @@ from draftwood.runtime.batch import (
 )
 from draftwood.runtime.graphs import REQUESTS, ROWS, WORDS, Computed, bucket_of
 from draftwood.runtime.model import ModelRuntime, random_model
-from draftwood.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 SCRATCH = 10_000

@@ -11,10 +11,10 @@ from forwards import VOCAB, random_parts
 from torch import Tensor
 
 from draftwood.kernels.tree_attention import AttentionBatch
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Ragged, Rows
 from draftwood.runtime.graphs import ROWS
 from draftwood.runtime.model import ModelRuntime, random_model
-from draftwood.sampling import SamplingParams
 
 PAGE, PAGES = 64, 160
 CONFIG: dict[str, Any] = {

@@ -10,9 +10,10 @@ import torch
 from forwards import VOCAB, random_parts
 
 from draftwood.noise import GumbelCache
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime, random_model
-from draftwood.sampling import SamplingParams, target_tokens
+from draftwood.sampling import target_tokens
 
 CPU = torch.device("cpu")
 PAGE = 16

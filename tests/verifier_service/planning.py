@@ -6,7 +6,7 @@ import numpy as np
 
 from draftwood.acceptance import Ending
 from draftwood.config import VerifierSettings
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from verifier_service.calibration import Calibration
 from verifier_service.live_tree import Nodes
 from verifier_service.plan import Part, Planner

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draftwood.acceptance import Ending
 from draftwood.config import VerifierSettings
 from draftwood.noise import GumbelCache
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.model import ModelRuntime, random_model
-from draftwood.sampling import SamplingParams, target_tokens
+from draftwood.sampling import target_tokens
 from verifier_service.engine import Engine, Outcome, StartInfo
 from verifier_service.live_tree import Nodes
 from verifier_service.session import GenerateRequest

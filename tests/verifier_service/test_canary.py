@@ -10,9 +10,9 @@ from scripted import VOCAB, make_engine, plain_decode, tiny_model
 from table_runtime import TableRuntime, next_token
 
 from draftwood.errors import DraftwoodError
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import Chosen
-from draftwood.sampling import SamplingParams
 from draftwood.tree import Proposal
 from verifier_service.canary import FEWEST_TOKENS, MOST_TOKENS, Canary, Trial, learn_canary
 from verifier_service.live_tree import Nodes

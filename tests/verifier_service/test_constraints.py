@@ -46,11 +46,10 @@ from tokenizers import decoders
 from draftwood.acceptance import Ending, FinishReason
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, InvalidArgument
-from draftwood.processors import ProcessorParams
+from draftwood.parameters import ProcessorParams, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import Chosen
 from draftwood.runtime.text import TextCodec
-from draftwood.sampling import SamplingParams
 from draftwood.tree import TokenTree
 from verifier_service import constraints
 from verifier_service.constraints import Constraint, Grammar, GrammarCompiler, MaskFiller, matchers_of

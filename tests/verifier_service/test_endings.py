@@ -8,7 +8,7 @@ from collections import Counter
 from scripted import VOCAB, ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 
 from draftwood.acceptance import FinishReason
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from tests.endings import LENGTH, STOP, WORDS, Asked, plain, words
 from verifier_service.engine import Engine, Outcome
 

@@ -5,7 +5,7 @@ import random
 import pytest
 from scripted import VOCAB, ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 
 TOKENS = 64
 

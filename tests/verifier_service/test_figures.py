@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scripted import VOCAB, make_engine, plain_decode, request, tiny_model
 
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from verifier_service.engine import Engine
 from verifier_service.live_tree import Nodes
 from verifier_service.session import CATCH_UP_STEPS, Stats

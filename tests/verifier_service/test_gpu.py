@@ -11,7 +11,8 @@ from scripted import VOCAB, ScriptedDraft, make_engine, oracle_of, plain_decode,
 from transformers import PreTrainedModel
 
 from draftwood.noise import GumbelCache
-from draftwood.sampling import SamplingParams, margins
+from draftwood.parameters import SamplingParams
+from draftwood.sampling import margins
 
 TOKENS = 48
 NEAR_TIE = 1e-3

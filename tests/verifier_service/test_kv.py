@@ -21,9 +21,9 @@ from table_runtime import CANARY, TableRuntime, oracle, table_engine
 
 from draftwood.acceptance import Ending, FinishReason
 from draftwood.errors import ResourceExhausted
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.model import ModelRuntime
 from draftwood.runtime.worker import Worker
-from draftwood.sampling import SamplingParams
 from draftwood.telemetry import METRICS
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from draftwood import tree as tt
-from draftwood.acceptance import Rule, sibling_score
+from draftwood.acceptance import sibling_score
 from draftwood.errors import InvalidArgument
+from draftwood.parameters import Rule
 from draftwood.tree import Proposal
 from verifier_service.calibration import Calibration
 from verifier_service.live_tree import LiveTree, Nodes, check_growth

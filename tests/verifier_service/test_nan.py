@@ -13,10 +13,8 @@ from scripted import VOCAB, make_engine, plain_decode, request, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwood.acceptance import Rule
-from draftwood.processors import ProcessorParams
+from draftwood.parameters import ProcessorParams, Rule, SamplingParams
 from draftwood.runtime.batch import Rows
-from draftwood.sampling import SamplingParams
 from draftwood.tree import Proposal
 from verifier_service.engine import Outcome
 from verifier_service.live_tree import Nodes

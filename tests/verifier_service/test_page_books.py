@@ -15,8 +15,8 @@ from scripted import request
 from table_runtime import VOCAB, TableRuntime, oracle, table_engine
 
 from draftwood.errors import ResourceExhausted
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.pages import FIRST_KEY, PagePool
-from draftwood.sampling import SamplingParams
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
 

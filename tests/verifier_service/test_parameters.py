@@ -32,10 +32,9 @@ from transformers import (
 from draftwood.acceptance import Ending, FinishReason
 from draftwood.config import VerifierSettings
 from draftwood.noise import gumbel
-from draftwood.processors import ProcessorParams
+from draftwood.parameters import ProcessorParams, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import Chosen
-from draftwood.sampling import SamplingParams
 from verifier_service.engine import Engine
 from verifier_service.sampler import NONE_ALLOWED
 from verifier_service.session import GenerateRequest

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftwood.config import VerifierSettings
 from draftwood.kernels.tree_attention import AttentionBatch
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Rows
-from draftwood.sampling import SamplingParams
 from verifier_service.engine import Engine
 from verifier_service.live_tree import Nodes
 from verifier_service.width import StepTimes

@@ -19,10 +19,11 @@ from draftwood.config import DraftSettings, VerifierSettings
 from draftwood.kernels.fused import Heads, rotate_and_write
 from draftwood.kernels.tree_attention import AttentionBatch, tree_attention
 from draftwood.noise import GumbelCache
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.decoder import FusedDecoder
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams, margins
+from draftwood.sampling import margins
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
 from verifier_service.width import StepTimes

@@ -18,11 +18,11 @@ from scripted import VOCAB, ScriptedDraft, make_engine, oracle_of, plain_decode,
 
 from draft_service.drafter import SessionStart
 from draft_service.drafters.lm import LmDrafter
-from draftwood.acceptance import Rule
 from draftwood.config import DraftSettings
 from draftwood.errors import DraftwoodError
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams, process_logits
+from draftwood.sampling import process_logits
 from draftwood.tree import Proposal
 from draftwood.vocabulary import Vocabulary
 from tests.chi_square import p_value

@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 
-from draftwood.acceptance import Ending, Rule
-from draftwood.processors import ProcessorParams
-from draftwood.sampling import SamplingParams
+from draftwood.acceptance import Ending
+from draftwood.parameters import ProcessorParams, Rule, SamplingParams
 from verifier_service.session import AttachedDraft, GenerateRequest, Session
 
 

@@ -10,8 +10,8 @@ from scripted import VOCAB, make_engine, plain_decode, request, tiny_model
 from draft_service.drafter import SessionCommitted, SessionStart
 from draft_service.drafters.lm import LmDrafter
 from draftwood.config import DraftSettings
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.model import ModelRuntime
-from draftwood.sampling import SamplingParams
 from draftwood.vocabulary import Vocabulary
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes

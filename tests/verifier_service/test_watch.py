@@ -12,7 +12,7 @@ import pytest
 from scripted import VOCAB, ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 from structlog.testing import capture_logs
 
-from draftwood.sampling import SamplingParams
+from draftwood.parameters import SamplingParams
 from draftwood.telemetry import METRICS
 from verifier_service.engine import Engine
 from verifier_service.live_tree import Nodes

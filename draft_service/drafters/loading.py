@@ -1,0 +1,30 @@
+"""Loads a language model to draft with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from draft_service.drafters.lm import LmDrafter
+from draftwood.config import DraftSettings
+from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
+from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
+from draftwood.runtime.text import TextCodec
+
+
+def load_lm_drafter(settings: DraftSettings) -> LmDrafter:
+    """The drafter, warm; raises NotFound MODEL_UNKNOWN if there is no such model."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    demo = settings.model == DEMO
+    path: str | Path = demo_draft() if demo else settings.model
+    tokenizer: str | Path = settings.tokenizer or (demo_target() if demo else settings.model)
+    device = resolve_device(settings.device)
+    model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
+    runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+    runtime.capture()
+    vocabulary = TextCodec(tokenizer).vocabulary(runtime.vocab_size)
+    drafter = LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
+    drafter.warm_up()
+    return drafter
