@@ -15,7 +15,7 @@ from draftwood.rpc.status import from_rpc_error
 from draftwood.telemetry import get_logger
 from draftwood.v1 import draft_pb2, draft_pb2_grpc
 from router.balancing import choose_drafts
-from router.registry import Worker
+from router.registry import Health, Worker
 from router.state import RouterState
 
 CONTROL_TIMEOUT_S = 5.0
@@ -63,15 +63,23 @@ class Attachments:
         while True:
             self._drop_lost()
             await self._fill()
+            await self._leave_draining()
             await self._registry.changed(REST_S if len(self._attached) < self._wanted else IDLE_S)
 
     def _drop_lost(self) -> None:
         for worker in [worker for worker in self._attached if not self._serves(worker)]:
             self._let_go(worker)
-            self._owed += 1
+            self._owed += worker.health is not Health.DRAINING
 
     def _serves(self, worker: Worker) -> bool:
-        return self._registry.alive(worker) and worker.incarnation == self._attached[worker]
+        there = self._registry.alive(worker) and worker.health is not Health.DRAINING
+        return there and worker.incarnation == self._attached[worker]
+
+    async def _leave_draining(self) -> None:
+        """Detaches workers that leave their pool, once others have taken over."""
+        leaving = [w for w in self._asked - self._attached.keys() if w.health is Health.DRAINING]
+        self._asked.difference_update(leaving)
+        await asyncio.gather(*(self._detach(worker) for worker in leaving if self._registry.alive(worker)))
 
     async def _fill(self) -> None:
         workers = self._missing()

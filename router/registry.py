@@ -62,6 +62,7 @@ class Worker:
     verifier_load: verifier_pb2.VerifierServiceWatchLoadResponse | None = None
     draft_load: draft_pb2.DraftServiceWatchLoadResponse | None = None
     sessions: int = 0  # of this router
+    leaving: bool = False  # the controller takes it out of its pool
     calls: set[Call] = field(default_factory=set)
 
     @property
@@ -134,7 +135,24 @@ class Registry:
         elif worker.incarnation != incarnation:
             raise FailedPrecondition("FENCED", f"{worker.address} is now another process than {worker.worker_id}")
 
+    def drain(self, worker_id: str) -> None:
+        """Nothing new for that worker from now on; drafts hand their sessions over. Unknown ones are no error."""
+        for worker in self._named(worker_id):
+            worker.leaving = True
+            if worker.ready:
+                self.set_health(worker, Health.DRAINING)
+
+    def remove(self, worker_id: str) -> None:
+        """Forgets the worker for good: its calls are broken off, its incarnation is fenced."""
+        for worker in self._named(worker_id):
+            self._leave(worker, fence=True)
+
+    def _named(self, worker_id: str) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.worker_id == worker_id]
+
     def set_health(self, worker: Worker, health: Health) -> None:
+        if worker.leaving and health is Health.READY:
+            health = Health.DRAINING
         if worker.health is not health:
             worker.health = health
             self.notify()

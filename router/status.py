@@ -1,10 +1,11 @@
-"""The pools and counters as the wire's ``Status``."""
+"""The pools and counters as the wire's ``Status``, and as the controller sees them."""
 
 from __future__ import annotations
 
 from draftwood.v1 import router_pb2
 from router.registry import Role, Worker
-from router.state import RouterState
+from router.scaling import PoolState
+from router.state import RouterState, WorkerState
 
 
 def router_status(state: RouterState, incarnation: str) -> router_pb2.Status:
@@ -18,7 +19,31 @@ def router_status(state: RouterState, incarnation: str) -> router_pb2.Status:
         requests_failed=counters.requests_failed,
         draft_reattachments=counters.draft_reattachments,
         verifier_migrations=counters.verifier_migrations,
+        pools=map(pool_status, state.pools.states),
     )
+
+
+def pool_status(pool: PoolState) -> router_pb2.PoolStatus:
+    return router_pb2.PoolStatus(
+        name=pool.limits.name,
+        role=pool.limits.role,
+        wanted=pool.wanted,
+        present=pool.present,
+        ready=pool.ready,
+        draining=pool.draining,
+        min=pool.limits.min,
+        max=pool.limits.max,
+        error=pool.error,
+        decision=pool.decision,
+    )
+
+
+def worker_state(worker: Worker) -> WorkerState:
+    told = worker.draft_load.sessions if worker.draft_load else 0
+    if worker.verifier_load:
+        told = worker.verifier_load.running + worker.verifier_load.waiting
+    sessions = max(worker.sessions, told)
+    return WorkerState(worker.role.value, worker.worker_id, worker.address, worker.health.name, sessions)
 
 
 def verifier_status(worker: Worker) -> router_pb2.VerifierStatus:
