@@ -202,8 +202,10 @@ class Controller:
         """Sets the sizes wanted, all or none. Raises POOL_UNKNOWN, POOL_LIMIT."""
         limits = [pool.limits for pool in self._pools.values()]
         wanted = {name: pool.wanted for name, pool in self._pools.items()}
-        for name, count in check_counts(limits, wanted, asked, self._settings.budget).items():
-            self._pools[name].wanted = count
+        granted = check_counts(limits, wanted, asked, self._settings.budget)
+        for name in asked:
+            pool = self._pools[name]
+            pool.wanted, pool.error, pool.backoff_s, pool.create_after = granted[name], "", 0.0, 0.0
         log.info("scaled", asked=dict(asked), before=wanted)
         self._changed.set()
         return self.states()

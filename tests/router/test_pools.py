@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from draftwood.client import DraftwoodClient, Finished
+from draftwood.client import ClusterState, DraftwoodClient, Finished, PoolState
 from draftwood.config import ClusterConfig, DraftPool, RouterSection, RouterSettings, VerifierPool, VerifierSettings
 from draftwood.errors import Unavailable
-from router.pools import Cluster, Progress
+from router.cluster import Cluster
+from router.controller import Progress
+from router.pools import import_ray
 from router.registry import Role
+from router.state import WorkerState
 
 SERVERS = {
     "router": "router.server:RouterServer",
@@ -45,12 +49,26 @@ def importable_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config() -> ClusterConfig:
+    unloadable = VerifierSettings(name="scripted", model="missing")
+    unbindable = VerifierSettings(name="scripted", listen="203.0.113.1:0")
     return ClusterConfig(
         name="test",
         router=RouterSection(settings=RouterSettings(reconnect_s=0.1)),
-        verifiers=[VerifierPool(settings=VerifierSettings(name="scripted"))],
+        verifiers=[
+            VerifierPool(name="verifier", settings=VerifierSettings(name="scripted")),
+            VerifierPool(name="unloadable", count=0, max=1, settings=unloadable),
+            VerifierPool(name="unbindable", count=0, max=1, settings=unbindable),
+        ],
         drafts=[DraftPool(count=2)],
     )
+
+
+def actor(worker_id: str) -> Any:
+    return import_ray().get_actor(f"test/{worker_id}", namespace="draftwood")
+
+
+async def workers() -> dict[str, WorkerState]:
+    return {state.worker_id: state for state in await actor("router-0").workers.remote()}
 
 
 @pytest.mark.ray
@@ -68,9 +86,10 @@ async def test_a_clusters_life(importable_tests: None) -> None:
             "draft-1",
         }
         await answers(address)
-        await replaces_a_killed_worker(cluster, "draft-1")
-        await outlives_the_router(cluster, address)
-        await names_what_cannot_start(cluster)
+        await replaces_a_killed_worker("draft-1")
+        await outlives_the_router(address)
+        await outlives_the_controller(address)
+        await names_what_cannot_start(cluster, address)
     finally:
         await cluster.stop(0.5)
     await asyncio.sleep(0.5)
@@ -83,44 +102,79 @@ async def answers(address: str) -> None:
     assert isinstance(events[-1], Finished) and events[-1].usage.completion_tokens == 5
 
 
-async def replaces_a_killed_worker(cluster: Cluster, worker_id: str) -> None:
-    address, incarnation, pid = await cluster.info(worker_id)
+async def replaces_a_killed_worker(worker_id: str) -> None:
+    address, incarnation, pid = await actor(worker_id).info.remote()
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(30):
-        while (worker := (await cluster.workers())[worker_id]).address == address or worker.health != "READY":
+        while (worker := (await workers())[worker_id]).address == address or worker.health != "READY":
             await asyncio.sleep(0.1)
-    assert (await cluster.info(worker_id))[1] != incarnation
-    router = cluster._actors["router-0"]
+    assert (await actor(worker_id).info.remote())[1] != incarnation
     with pytest.raises(Exception, match="has been replaced"):
-        await router.register.remote(Role.DRAFT.value, worker_id, address, incarnation)
-    assert len(await cluster.workers()) == 3
+        await actor("router-0").register.remote(Role.DRAFT.value, worker_id, address, incarnation)
+    assert len(await workers()) == 3
 
 
-async def outlives_the_router(cluster: Cluster, address: str) -> None:
-    """A restarted router is found where it was, and its workers find it."""
-    os.kill((await cluster.info("router-0"))[2], signal.SIGKILL)
+async def outlives_the_router(address: str) -> None:
+    """A restarted router is found where it was, and its workers and the controller find it."""
+    os.kill((await actor("router-0").info.remote())[2], signal.SIGKILL)
     await asyncio.sleep(0.5)
+    state = await status_when(address, lambda state: ready(state) == {"verifier": 1, "draft": 2})
+    assert {worker.health for worker in (*state.verifiers, *state.drafts)} == {"ready"}
+    await answers(address)
+
+
+async def outlives_the_controller(address: str) -> None:
+    """A restarted controller finds the workers as they are, and wants what was wanted."""
+    async with DraftwoodClient(address) as client:
+        await client.scale({"draft": 1})
+        await status_when(address, lambda state: ready(state)["draft"] == 1 and len(state.drafts) == 1)
+        before = await workers()
+        os.kill(await actor("controller-0").info.remote(), signal.SIGKILL)
+        pools = await scaled_when_it_is_back(client)
+    assert {pool.name: pool.wanted for pool in pools if pool.wanted} == {"verifier": 1, "draft": 2}
+    await status_when(address, lambda state: ready(state) == {"verifier": 1, "draft": 2})
+    after = await workers()
+    assert before.keys() < after.keys() and all(after[name].address == before[name].address for name in before)
+
+
+async def scaled_when_it_is_back(client: DraftwoodClient) -> tuple[PoolState, ...]:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await client.scale({"draft": 2})
+            except Unavailable as error:
+                assert error.reason == "NO_CONTROLLER" and error.retry_after_ms
+                await asyncio.sleep(0.2)
+
+
+async def names_what_cannot_start(cluster: Cluster, address: str) -> None:
+    async with DraftwoodClient(address) as client:
+        for pool, reason in (("unloadable", "MODEL_UNKNOWN: there is no model"), ("unbindable", "BIND")):
+            await client.scale({pool: 1})
+            with pytest.raises(Unavailable, match=f"ACTOR_FAILED: .*{pool}-0 does not start: .*{reason}"):
+                await cluster.wait_ready(30)
+            state = await status_when(address, lambda state, name=pool: bool(named(state, name).error))  # type: ignore[misc]
+            assert reason in named(state, pool).error
+            await client.scale({pool: 0})
+            await status_when(address, lambda state, name=pool: not named(state, name).error)  # type: ignore[misc]
+        await cluster.wait_ready(30)
+
+
+def named(state: ClusterState, name: str) -> PoolState:
+    return next(pool for pool in state.pools if pool.name == name)
+
+
+def ready(state: ClusterState) -> dict[str, int]:
+    return {pool.name: pool.ready for pool in state.pools if pool.wanted}
+
+
+async def status_when(address: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
     async with DraftwoodClient(address) as client, asyncio.timeout(30):
         while True:
             try:
                 state = await client.status()
-                if [worker.health for worker in (*state.verifiers, *state.drafts)] == ["ready"] * 3:
-                    break
+                if state.pools and holds(state):
+                    return state
             except Unavailable:
                 pass
-            await asyncio.sleep(0.2)
-    await answers(address)
-
-
-async def names_what_cannot_start(cluster: Cluster) -> None:
-    spec = cluster._specs["verifier-0"]
-    unloadable = spec.settings.model_copy(update={"model": "missing"})
-    for broken, told in (
-        (replace(spec, worker_id="verifier-8", server="tests.router.scripted:Nothing"), "Nothing"),
-        (replace(spec, worker_id="verifier-9", settings=unloadable), "MODEL_UNKNOWN: there is no model"),
-    ):
-        cluster._specs[broken.worker_id] = broken
-        cluster._actors[broken.worker_id] = cluster._create(broken)
-        with pytest.raises(Unavailable, match=f"ACTOR_FAILED: {broken.worker_id} does not start: .*{told}"):
-            await cluster.wait_ready(30)
-        del cluster._specs[broken.worker_id]
+            await asyncio.sleep(0.1)
