@@ -181,7 +181,31 @@ class RaySettings(_Section):
     address: str = Field("", description='address of a running cluster ("auto" finds it); empty: start a local one')
     namespace: str = "draftwood"
     num_cpus: Positive = Field(2, description="CPUs of a cluster started here")
+    autoscaler: bool = Field(False, description="the cluster has Ray's autoscaler: it is asked for the nodes needed")
     object_store_mib: int = Field(80, ge=80, description="object store of a cluster started here, MiB")
+
+
+class AutoscalingSettings(_Section):
+    """When the pools grow and shrink by themselves."""
+
+    mode: Literal["off", "dry_run", "on"] = Field(
+        "off", description='"dry_run" decides and tells, but changes nothing; "on" sets the sizes'
+    )
+    fast_s: float = Field(1.0, gt=0, description="seconds between two looks at the load; a pool grows after two")
+    rest_s: float = Field(10.0, ge=0, description="seconds that a pool does not grow again after it has grown")
+    slow_s: float = Field(15.0, gt=0, description="seconds that a pool does not shrink again after it has shrunk")
+    down_window_s: float = Field(120.0, gt=0, description="seconds that fewer workers must have sufficed to shrink")
+    queue_wait_ms: float = Field(500.0, gt=0, description="verifiers: longest wait for pages or a session, ms")
+    step_ms: float = Field(0.0, ge=0, description="verifiers: time of a step, ms; 0: does not matter")
+    narrow_share: float = Field(
+        0.5, gt=0, le=1, description="verifiers: share of steps without drafts because there are too many sessions"
+    )
+    pages_held: float = Field(0.85, gt=0, le=1, description="verifiers: share of KV pages that sessions hold")
+    draft_busy: float = Field(0.75, gt=0, le=1, description="draft workers: share of time that they draft")
+    sessions: float = Field(0.85, gt=0, le=1, description="both: sessions over the most that may run")
+    place_s: float = Field(
+        20.0, gt=0, description="a worker that has not started by then has no node, unless Ray's autoscaler brings one"
+    )
 
 
 class ScalingSettings(_Section):
@@ -195,6 +219,7 @@ class ScalingSettings(_Section):
     replace_lost_s: float = Field(
         30.0, gt=0, description="a worker that was there and has been lost for so long is replaced by another"
     )
+    auto: AutoscalingSettings = AutoscalingSettings()
 
 
 class ClusterConfig(_Section):
@@ -216,6 +241,9 @@ class ClusterConfig(_Section):
             raise ValueError(f"two pools have the name {double!r}")
         if taken := next((name for name in names if name in ("router", "controller")), None):
             raise ValueError(f"no pool may have the name {taken!r}")
+        boundless = next((pool.name for pool in self.pools if pool.max is None), None)
+        if self.scaling.auto.mode != "off" and self.scaling.budget is None and boundless:
+            raise ValueError(f"scaling.auto is on, but pool {boundless!r} has no max and there is no scaling.budget")
         cost, budget = sum(pool.cost * pool.count for pool in self.pools), self.scaling.budget
         if budget is not None and cost > budget:
             raise ValueError(f"the pools cost {cost:g} at the start, but scaling.budget is {budget:g}")

@@ -14,7 +14,6 @@ from draftwood.errors import DraftwoodError, ResourceExhausted, Unavailable
 from draftwood.rpc.status import from_rpc_error
 from draftwood.telemetry import get_logger
 from draftwood.v1 import draft_pb2, draft_pb2_grpc
-from router.balancing import choose_drafts
 from router.registry import Health, Worker
 from router.state import RouterState
 
@@ -33,6 +32,7 @@ class Session:
     session_id: str
     ticket: bytes
     verifier_address: str
+    model: str
 
 
 class Attachments:
@@ -58,6 +58,11 @@ class Attachments:
         if self._keeper:
             self._keeper.cancel()
             self._state.background.spawn(self._detach_all(self._keeper))
+
+    def helped(self, accepted: float) -> None:
+        """So many draft tokens a step were accepted: those that serve the session share the credit."""
+        for worker in self._attached:
+            worker.helped(accepted)
 
     async def _keep(self) -> None:
         while True:
@@ -89,13 +94,12 @@ class Attachments:
             workers = self._missing()
 
     def _missing(self) -> list[Worker]:
-        chosen = choose_drafts(
-            self._registry.draft_views(),
+        return self._state.chooser.drafts(
+            self._session.model,
             self._wanted - len(self._attached),
             serving=_addresses(self._attached.keys() | self._at_rest()),
             kinds={worker.draft.kind for worker in self._attached if worker.draft},
         )
-        return [self._registry.by_address(view.key) for view in chosen]
 
     def _at_rest(self) -> set[Worker]:
         now = time.monotonic()
@@ -110,6 +114,7 @@ class Attachments:
         )
         worker.sessions += 1  # counted while it is on its way, so that a burst spreads
         self._attached[worker] = worker.incarnation
+        began = time.monotonic()
         try:
             await _stub(worker).Attach(request, timeout=CONTROL_TIMEOUT_S)
         except (grpc.RpcError, DraftwoodError) as error:
@@ -119,10 +124,15 @@ class Attachments:
                 raise
             self._refused(worker, Unavailable("WORKER_LOST", f"{worker.address} has left the pool"))
         else:
+            worker.took((time.monotonic() - began) * 1e3)
+            self._state.chooser.succeeded(worker)
             self._count_reattachment()
 
     def _refused(self, worker: Worker, error: DraftwoodError) -> None:
         self._let_go(worker)
+        self._state.chooser.failed(worker, error)
+        if error.reason == "TOKENIZER_MISMATCH":
+            worker.unfit.add(self._session.model)
         passing = isinstance(error, ResourceExhausted | Unavailable)
         self._resting[worker] = time.monotonic() + REST_S if passing else float("inf")
         log.info("draft_not_attached", address=worker.address, session=self._session.session_id, error=str(error))

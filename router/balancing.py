@@ -19,7 +19,7 @@ QUEUEING = 4.0
 """How many times as costly a full verifier is with as much work again waiting."""
 
 KNOWN_PREFIX_WORTH = 0.5
-"""Share of its cost that a verifier is forgiven if it has all of a prompt cached: one that costs more than twice as
+"""Share of its cost that a verifier is forgiven if it knows a thousand tokens of the prompt: one that costs more than twice as
 much as another is not chosen for what it has cached."""
 
 USUAL_STEP_MS, USUAL_TURN_MS, USUAL_ACCEPTED = 20.0, 20.0, 0.5
@@ -72,7 +72,7 @@ def choose_verifier(
 ) -> VerifierView | None:
     """The least costly of two of the model's verifiers and the one that knows most of the prompt; None if there is none.
 
-    ``known`` is the share of the prompt that a verifier has seen before, 0 to 1, by key. Ties go to the first.
+    ``known`` is how much of the prompt a verifier has seen before, 0 to 1, by key. Ties go to the first.
     """
     fitting = [view for view in candidates if view.model == model]
     known = known or {}

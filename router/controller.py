@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 from draftwood.config import ScalingSettings
 from draftwood.errors import DraftwoodError
 from draftwood.telemetry import get_logger
+from router.autoscaling import Autoscaler, Decision, Look, Signals
 from router.scaling import PoolLimits, PoolState, check_counts
 from router.state import WorkerState
 
@@ -28,6 +29,9 @@ HANDOVER_S = 5.0
 HANDOVER_POLL_S = 0.1
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 1.0, 60.0
 """Wait after a worker could not start, doubled with each that could not."""
+
+ROOM_S = 300.0
+"""How long the number of workers that there are nodes for is believed."""
 
 Stage = Literal["starting", "loading", "ready", "lost"]
 STAGES: dict[str, Stage] = {"STARTING": "loading", "READY": "ready", "LOST": "lost", "DRAINING": "lost"}
@@ -91,6 +95,9 @@ class Fleet(Protocol):
     async def publish(self, pools: Sequence[PoolState]) -> None:
         """Tells the router how the pools are."""
 
+    async def request_nodes(self, counts: Mapping[str, int]) -> None:
+        """Asks Ray's autoscaler for the nodes of so many workers of each pool, in place of what was asked before."""
+
     async def published(self) -> dict[str, int]:
         """The sizes wanted that the router was told last; empty if it was not."""
 
@@ -102,6 +109,7 @@ class Member:
     worker_id: str
     birth: asyncio.Task[None] | None = None
     leaving: asyncio.Task[None] | None = None
+    created_s: float = 0.0
     seen: bool = False  # the router has known it
     lost_since: float | None = None
 
@@ -112,11 +120,15 @@ class Pool:
 
     limits: PoolLimits
     wanted: int
+    signals: Signals
     members: dict[str, Member] = field(default_factory=dict)
     next_number: int = 0
     error: str = ""
     backoff_s: float = 0.0
     create_after: float = 0.0
+    room: int | None = None  # workers that there are nodes for, as far as it is known
+    room_until: float = 0.0
+    decision: Decision | None = None
 
     @property
     def staying(self) -> list[Member]:
@@ -137,8 +149,15 @@ class Controller:
         fleet: Fleet,
         settings: ScalingSettings,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        asks_for_nodes: bool = False,
     ) -> None:
-        self._pools = {pool.name: Pool(pool, counts[pool.name]) for pool in limits}
+        auto = settings.auto
+        self._pools = {pool.name: Pool(pool, counts[pool.name], Signals(pool.role, auto)) for pool in limits}
+        self._autoscaler = Autoscaler(auto, settings.budget)
+        self._autoscale_at = 0.0
+        self._asks_for_nodes = asks_for_nodes
+        self._asked: dict[str, int] = {}
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
@@ -173,7 +192,7 @@ class Controller:
         for worker_id in sorted(found):
             name, _, number = worker_id.rpartition("-")
             if (pool := self._pools.get(name)) and number.isdecimal():
-                member = pool.members[worker_id] = Member(worker_id)
+                member = pool.members[worker_id] = Member(worker_id, created_s=self._clock())
                 pool.next_number = max(pool.next_number, int(number) + 1)
                 state = states.get(worker_id)
                 if found[worker_id] or (state and state.health == "DRAINING"):
@@ -191,6 +210,8 @@ class Controller:
         """One look at the workers, and what follows from it."""
         self._workers = {state.worker_id: state for state in await self._fleet.workers()}
         existing = await self._fleet.existing()
+        self._autoscale()
+        await self._request_nodes()
         for pool in self._pools.values():
             await self._drop_dead(pool, existing)
             await self._drop_lost(pool)
@@ -209,6 +230,46 @@ class Controller:
         log.info("scaled", asked=dict(asked), before=wanted)
         self._changed.set()
         return self.states()
+
+    def _autoscale(self) -> None:
+        """Lets the autoscaler look at the pools, and does what it decides unless it runs dry."""
+        auto, now = self._settings.auto, self._clock()
+        if auto.mode == "off" or now < self._autoscale_at:
+            return
+        self._autoscale_at = now + auto.fast_s
+        looks = [self._look(pool) for pool in self._pools.values()]
+        for pool, decision in zip(self._pools.values(), self._autoscaler.decide(now, looks), strict=True):
+            if decision.changes or pool.decision is None or decision.reason != pool.decision.reason:
+                told = {"mode": auto.mode, "before": decision.before, "wanted": decision.wanted}
+                log.info("autoscaling", pool=decision.pool, reason=decision.reason, **told, **decision.inputs)
+            pool.decision = decision
+            if auto.mode == "on":
+                pool.wanted = decision.wanted
+
+    def _look(self, pool: Pool) -> Look:
+        states = [self._workers[m.worker_id] for m in pool.staying if m.worker_id in self._workers]
+        loads = [state.load for state in states if state.load]
+        return Look(pool.limits, pool.wanted, pool.signals.read(loads), len(loads), self._room(pool))
+
+    def _room(self, pool: Pool) -> int | None:
+        """Without Ray's autoscaler a worker that finds no node shows how many there are nodes for."""
+        if self._asks_for_nodes:
+            return None
+        now = self._clock()
+        late = [m for m in pool.staying if not m.seen and now - m.created_s > self._settings.auto.place_s]
+        if late:
+            pool.room, pool.room_until = len(pool.staying) - len(late), now + ROOM_S
+        elif now >= pool.room_until:
+            pool.room = None
+        return pool.room
+
+    async def _request_nodes(self) -> None:
+        """An absolute target that holds until the next: told whenever it changes, and once at the start."""
+        counts = {name: pool.wanted for name, pool in self._pools.items()}
+        if self._asks_for_nodes and counts != self._asked:
+            await self._fleet.request_nodes(counts)
+            log.info("nodes_requested", before=self._asked, workers=counts)
+            self._asked = counts
 
     def states(self) -> tuple[PoolState, ...]:
         return tuple(self._state(pool) for pool in self._pools.values())
@@ -278,7 +339,7 @@ class Controller:
         if self._clock() < pool.create_after:
             return
         while len(pool.staying) < pool.wanted:
-            member = Member(pool.new_id())
+            member = Member(pool.new_id(), created_s=self._clock())
             pool.members[member.worker_id] = member
             self._fleet.create(pool.limits.name, member.worker_id)
             self._expect(pool, member)
@@ -339,9 +400,9 @@ class Controller:
     def _state(self, pool: Pool) -> PoolState:
         staying = pool.staying
         ready = sum(self._progress(pool, member).stage == "ready" for member in staying)
-        return PoolState(
-            pool.limits, pool.wanted, len(staying), ready, len(pool.members) - len(staying), error=pool.error
-        )
+        leaving = len(pool.members) - len(staying)
+        decision = f"{self._settings.auto.mode}: {pool.decision}" if pool.decision else ""
+        return PoolState(pool.limits, pool.wanted, len(staying), ready, leaving, pool.error, decision)
 
     def _progress(self, pool: Pool, member: Member) -> Progress:
         state = self._workers.get(member.worker_id)

@@ -38,6 +38,8 @@ CONTROL_CALLS = 32
 PENDING_CALLS = 256
 REGISTER_EVERY_S = 2.0
 POLL_S = 0.2
+SOME_CPU = 0.01
+"""Asked for an actor that reserves nothing: Ray brings no node for an empty request."""
 STOP_SLACK_S = 1.0
 """For a server to end after its grace."""
 
@@ -180,7 +182,9 @@ class ControllerActor:
         config = plan.config
         counts = {pool.name: pool.count for pool in config.pools}
         self._fleet = RayFleet(plan)
-        self._controller = Controller(plan.limits(), counts, self._fleet, config.scaling)
+        self._controller = Controller(
+            plan.limits(), counts, self._fleet, config.scaling, asks_for_nodes=config.ray.autoscaler
+        )
         self._running = asyncio.create_task(self._controller.run())
 
     async def info(self) -> int:
@@ -269,12 +273,19 @@ class RayFleet:
     async def publish(self, pools: Sequence[PoolState]) -> None:
         await self._ask(ROUTER_ID, "publish", tuple(pools))
 
+    async def request_nodes(self, counts: Mapping[str, int]) -> None:
+        places = [self._plan.config.router.actor]
+        places += [self._pools[name].actor for name, count in counts.items() for _ in range(count)]
+        await asyncio.to_thread(_request, [bundle(place) for place in places], [p.label_selector for p in places])
+
     async def published(self) -> dict[str, int]:
         states: tuple[PoolState, ...] = await self._ask(ROUTER_ID, "published")
         return {state.limits.name: state.wanted for state in states}
 
     async def end(self, grace_s: float) -> None:
-        """Ends the router, then all workers."""
+        """Ends the router, then all workers; asks for no nodes any more."""
+        if self._plan.config.ray.autoscaler:
+            await asyncio.to_thread(_request, [], [])
         await self._end(ROUTER_ID, grace_s)
         await asyncio.gather(*(self._end(worker_id, grace_s) for worker_id in await self.existing()))
 
@@ -296,6 +307,17 @@ class RayFleet:
             raise Unavailable("ACTOR_FAILED", f"{worker_id} does not answer: {cause(error)}") from error
 
 
+def bundle(place: ActorSettings) -> dict[str, float]:
+    """What a node must have for the actor, as Ray's autoscaler wants to be told; something in any case."""
+    needs = {"CPU": place.num_cpus, "GPU": place.num_gpus, **place.resources}
+    return {name: amount for name, amount in needs.items() if amount} or {"CPU": SOME_CPU}
+
+
+def _request(bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
+    import_ray()
+    importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=bundles, bundle_label_selectors=selectors)
+
+
 def create(kind: type, spec: ActorSpec) -> None:
     """Creates the actor if there is none of that name; returns at once."""
     place = spec.actor
@@ -311,15 +333,19 @@ def create(kind: type, spec: ActorSpec) -> None:
 
 def named(kind: type, plan: Plan, worker_id: str, **options: Any) -> Any:
     """The actor class with what all our actors have in common."""
-    return import_ray().remote(kind).options(
-        name=plan.name(worker_id),
-        namespace=plan.config.ray.namespace,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_concurrency=CONTROL_CALLS,
-        max_pending_calls=PENDING_CALLS,
-        **options,
+    return (
+        import_ray()
+        .remote(kind)
+        .options(
+            name=plan.name(worker_id),
+            namespace=plan.config.ray.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=CONTROL_CALLS,
+            max_pending_calls=PENDING_CALLS,
+            **options,
+        )
     )
 
 

@@ -17,9 +17,10 @@ from draftwood.telemetry import serve_metrics
 from draftwood.v1 import router_pb2, verifier_pb2
 from draftwood.wire import error_to_proto
 from router.choices import check_choices, choice_events
+from router.chooser import Chooser
 from router.generation import RETRY_MS
 from router.links import Links
-from router.registry import Registry, Role, reached
+from router.registry import Registry, Role, Worker, reached
 from router.state import Pools, RouterState, WorkerState
 from router.status import pool_status, router_status, worker_state
 
@@ -41,13 +42,17 @@ class RouterServer:
         self.incarnation = uuid.uuid4().hex
         self._settings = settings
         self._links = Links(settings.reconnect_s)
-        self._registry = Registry(on_join=lambda w: self._links.start(self._registry, w), on_leave=self._links.end)
-        self._state = RouterState(settings, self._registry, rng or random.Random())
+        self._registry = Registry(on_join=lambda w: self._links.start(self._registry, w), on_leave=self._left)
+        self._state = RouterState(settings, self._registry, Chooser(self._registry, rng or random.Random()))
         self._service = RouterServicer(self._state, self.incarnation)
         self._rpc = RpcServer(
             max_message_bytes=MAX_MESSAGE_BYTES, max_concurrent=2 * settings.max_requests + MAX_CONTROL_CALLS
         )
         self._rpc.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], self._service)
+
+    def _left(self, worker: Worker) -> None:
+        self._links.end(worker)
+        self._state.chooser.forget(worker)
 
     async def start(self) -> str:
         """Serves; returns the bound address."""
@@ -136,9 +141,7 @@ class RouterServicer:
     ) -> router_pb2.ListModelsResponse:
         return router_pb2.ListModelsResponse(models=self._state.registry.models().values())
 
-    async def ScalePool(
-        self, request: router_pb2.ScalePoolRequest, context: Context
-    ) -> router_pb2.ScalePoolResponse:
+    async def ScalePool(self, request: router_pb2.ScalePoolRequest, context: Context) -> router_pb2.ScalePoolResponse:
         scale = self._state.pools.scale
         if scale is None:
             raise FailedPrecondition("NO_CONTROLLER", "this router's workers are not kept by a controller")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from draftwood.config import RouterSettings
+from router.autoscaling import WorkerLoad
+from router.chooser import Chooser
 from router.registry import Registry
 from router.scaling import PoolState
 
@@ -33,6 +34,7 @@ class WorkerState:
     address: str
     health: str
     sessions: int  # of this router, and those of others that the worker tells of
+    load: WorkerLoad | None = None  # of a worker that is ready
 
 
 class Background:
@@ -65,7 +67,7 @@ class Pools:
 class RouterState:
     settings: RouterSettings
     registry: Registry
-    rng: random.Random
+    chooser: Chooser
     counters: Counters = field(default_factory=Counters)
     background: Background = field(default_factory=Background)
     pools: Pools = field(default_factory=Pools)

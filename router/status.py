@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from draftwood.v1 import router_pb2
+from router.autoscaling import WorkerLoad
 from router.registry import Role, Worker
 from router.scaling import PoolState
 from router.state import RouterState, WorkerState
@@ -39,11 +40,28 @@ def pool_status(pool: PoolState) -> router_pb2.PoolStatus:
 
 
 def worker_state(worker: Worker) -> WorkerState:
-    told = worker.draft_load.sessions if worker.draft_load else 0
-    if worker.verifier_load:
-        told = worker.verifier_load.running + worker.verifier_load.waiting
-    sessions = max(worker.sessions, told)
-    return WorkerState(worker.role.value, worker.worker_id, worker.address, worker.health.name, sessions)
+    load = worker_load(worker)
+    sessions = max(worker.sessions, load.sessions if load else 0)
+    ready = load if worker.ready else None
+    return WorkerState(worker.role.value, worker.worker_id, worker.address, worker.health.name, sessions, ready)
+
+
+def worker_load(worker: Worker) -> WorkerLoad | None:
+    """The last load report; None if there is none yet."""
+    if draft := worker.draft_load:
+        return WorkerLoad(worker.worker_id, draft.sessions, draft.max_sessions, idle_share=draft.idle_share)
+    if load := worker.verifier_load:
+        return WorkerLoad(
+            worker.worker_id,
+            load.running + load.waiting,
+            load.max_sessions,
+            queue_wait_ms=load.queue_wait_ms,
+            step_ms=load.step_ms,
+            steps=load.steps,
+            narrow_steps=load.narrow_steps,
+            pages_held=1 - load.free_pages / load.total_pages if load.total_pages else 0.0,
+        )
+    return None
 
 
 def verifier_status(worker: Worker) -> router_pb2.VerifierStatus:

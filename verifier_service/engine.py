@@ -100,6 +100,7 @@ class Totals:
     preemptions: int = 0
     step_s: float = 0.0  # mean of the last steps
     width: float = 0.0  # nodes a session in the last step
+    narrow: int = 0  # steps of several sessions that the gate kept from drafts
 
 
 class Engine:
@@ -452,6 +453,7 @@ class Engine:
         out.step_s, out.verified, out.width_reason = now - began, nodes, self.planner.reason
         totals.step_s = now - began if not totals.step_s else 0.9 * totals.step_s + 0.1 * (now - began)
         totals.width = nodes / max(1, len(out.emitted))
+        totals.narrow += self.planner.reason == "shut" and len(out.emitted) > 1
         self._unaudited += 1
         if self._unaudited >= AUDIT_STEPS:
             self.audit()

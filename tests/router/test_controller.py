@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import pytest
 
-from draftwood.config import ScalingSettings
+from draftwood.config import AutoscalingSettings, ScalingSettings
 from draftwood.errors import InvalidArgument, Unavailable
+from router.autoscaling import WorkerLoad
 from router.controller import Controller
 from router.scaling import PoolLimits, PoolState
 from router.state import WorkerState
@@ -81,6 +83,9 @@ class MemoryFleet:
 
     async def publish(self, pools: Sequence[PoolState]) -> None:
         self.states = tuple(pools)
+
+    async def request_nodes(self, counts: Mapping[str, int]) -> None:
+        self.told.append(f"nodes {dict(counts)}")
 
     async def published(self) -> dict[str, int]:
         return {state.limits.name: state.wanted for state in self.states}
@@ -307,4 +312,84 @@ async def test_runs_on_until_it_is_cancelled() -> None:
     assert bench.controller.status().address == "router:1" and not bench.controller.status().error
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+    await bench.controller.stop()
+
+
+class Autoscaled(Bench):
+    """A bench whose workers tell of their load."""
+
+    def __init__(self, mode: Literal["dry_run", "on"], *, asks_for_nodes: bool = False) -> None:
+        super().__init__()
+        auto = AutoscalingSettings(mode=mode, fast_s=1, rest_s=5, slow_s=5, down_window_s=30, place_s=20)
+        settings = SETTINGS.model_copy(update={"auto": auto})
+        counts = {"verifier": 1, "draft": 2}
+        self.controller = Controller(LIMITS, counts, self.fleet, settings, self.clock, asks_for_nodes=asks_for_nodes)
+
+    def loaded(self, idle_share: float) -> None:
+        """All draft workers are busy but for that share of their time."""
+        for name, state in self.fleet.routed.items():
+            if state.role == "draft":
+                load = WorkerLoad(name, 2, 8, idle_share=idle_share)
+                self.fleet.routed[name] = replace(state, health="READY", load=load)
+
+
+async def test_a_pool_grows_with_its_load_and_the_other_does_not() -> None:
+    bench = Autoscaled("on")
+    await bench.tick(1)
+    bench.loaded(idle_share=0.0)
+    assert await bench.told(1) == []
+    assert await bench.told(1) == ["create draft-2"]
+    decision = bench.state("draft").decision
+    assert decision.startswith("on: 2 to 3: needs more: busy (busy 1.33") and bench.state("verifier").wanted == 1
+    await bench.controller.stop()
+
+
+async def test_and_shrinks_by_draining() -> None:
+    bench = Autoscaled("on")
+    bench.fleet.draining.set()
+    await bench.tick(1)
+    told: list[str] = []
+    for _ in range(40):
+        bench.loaded(idle_share=1.0)
+        told += await bench.told(1)
+    assert told[:4] == ["drain draft-1", "stop draft-1 7", "kill draft-1", "remove draft-1"] or "drain draft-1" in told
+    assert bench.state("draft").wanted == 1
+    await bench.controller.stop()
+
+
+async def test_a_dry_run_decides_and_changes_nothing() -> None:
+    bench = Autoscaled("dry_run")
+    await bench.tick(1)
+    for _ in range(5):
+        bench.loaded(idle_share=0.0)
+        assert await bench.told(1) == []
+    assert bench.state("draft").wanted == 2 and bench.state("draft").decision.startswith("dry_run: 2 to 3: needs more")
+    await bench.controller.stop()
+
+
+async def test_nodes_are_asked_for_as_one_absolute_target() -> None:
+    bench = Autoscaled("on", asks_for_nodes=True)
+    nodes = [told for told in await bench.told(1) if told.startswith("nodes")]
+    assert nodes == ["nodes {'verifier': 1, 'draft': 2}"]
+    bench.controller.scale({"draft": 3})
+    assert (await bench.told())[0] == "nodes {'verifier': 1, 'draft': 3}"
+    assert await bench.told(1) == []
+    await bench.controller.stop()
+
+
+async def test_without_an_autoscaler_of_nodes_a_pool_stays_within_what_is_there() -> None:
+    bench = Autoscaled("on")
+    await bench.tick(1)
+    bench.fleet.unborn = True
+    bench.loaded(idle_share=0.0)
+    await bench.told(1)
+    await bench.told(1)
+    assert bench.state("draft").wanted == 3 and bench.state("draft").present == 3
+    told: list[str] = []
+    for _ in range(25):
+        told += await bench.told(1)
+    assert bench.state("draft").wanted == 2 and "drain draft-2" in told, "no node takes the third"
+    bench.fleet.draining.set()
+    for _ in range(100):
+        assert not [t for t in await bench.told(1) if t.startswith("create")], "it is not tried again at once"
     await bench.controller.stop()

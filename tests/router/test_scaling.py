@@ -24,9 +24,7 @@ def test_what_is_asked_is_granted_and_the_rest_stays() -> None:
         ({"verifier": 2}, 8.0, "POOL_LIMIT", "the pools would cost 10, the budget is 8"),
     ],
 )
-def test_what_is_over_a_limit_is_refused(
-    asked: dict[str, int], budget: float | None, reason: str, told: str
-) -> None:
+def test_what_is_over_a_limit_is_refused(asked: dict[str, int], budget: float | None, reason: str, told: str) -> None:
     with pytest.raises(DraftwoodError, match=told) as caught:
         check_counts(LIMITS, NOW, asked, budget)
     assert (caught.value.reason, caught.value.field) == (reason, "counts")

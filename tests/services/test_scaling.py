@@ -41,16 +41,15 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A Ray cluster of three nodes with labels, on this machine; the nodes' processes find the tests' modules."""
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    temp = tempfile.mkdtemp(prefix="dw-")
+    monkeypatch.setenv("RAY_TMPDIR", temp)
     import_ray(local=True)
     from ray.cluster_utils import Cluster as Nodes
 
-    temp = tempfile.mkdtemp(prefix="dw-")
     nodes = Nodes(shutdown_at_exit=False)
     try:
         for label in NODES:
-            nodes.add_node(
-                num_cpus=1, labels=label, object_store_memory=80 << 20, include_dashboard=False, temp_dir=temp
-            )
+            nodes.add_node(num_cpus=1, labels=label, object_store_memory=80 << 20, include_dashboard=False)
         yield str(nodes.address)
     finally:
         import_ray().shutdown()
@@ -60,13 +59,14 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def config(address: str, models: Models) -> ClusterConfig:
     exact = EXACT | {"model": str(models.target), "name": "tiny", "kv_pages": 512, "canary": False}
+    draft = DraftSettings(model=str(models.draft), threads=1, depth=2, page_tokens=16, lookahead_levels=0, **FAST)
     place = {role: ActorSettings(label_selector={LABEL: role}) for role in ("router", "verifier", "draft")}
     return ClusterConfig(
         name="nodes",
         ray=RaySettings(address=address),
         router=RouterSection(settings=RouterSettings(reconnect_s=0.1), actor=place["router"]),
         verifiers=[VerifierPool(max=3, actor=place["verifier"], settings=VerifierSettings(**exact))],
-        drafts=[DraftPool(max=3, actor=place["draft"], settings=DraftSettings(kind="ngram", **FAST))],
+        drafts=[DraftPool(max=3, actor=place["draft"], settings=draft)],
         scaling=ScalingSettings(drain_s=1.0),
     )
 
