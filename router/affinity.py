@@ -1,8 +1,9 @@
 """Which verifier has seen the beginning of a prompt: it is likely to have its KV pages cached.
 
 A prompt is cut into pieces of a few pages' length; each *beginning* (the first piece, the first two, ...) is known by
-a hash. Pieces that are not full do not count, as pages that are not full are not shared. The router does not tokenize, so pieces are cut from what the client sent: the text, the chat's messages or the
-token ids. This is a guess at what is cached, and a wrong one costs a prefill.
+a hash. Pieces that are not full do not count, as pages that are not full are not shared. The router does not tokenize,
+so pieces are cut from what the client sent: the text, the chat's messages or the token ids. This is a guess at what is
+cached, and a wrong one costs a prefill.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def beginnings(generation: verifier_pb2.Generation) -> list[bytes]:
 def _content(generation: verifier_pb2.Generation) -> bytes:
     """What decides the first tokens of the prompt, as bytes."""
     kind = generation.WhichOneof("prompt")
-    prompt = getattr(generation, kind) if kind else b""
-    if isinstance(prompt, str):
-        return prompt.encode()
-    return prompt.SerializeToString(deterministic=True) if kind else b""
+    if kind == "text":
+        return generation.text.encode()
+    message = generation.chat if kind == "chat" else generation.token_ids
+    return message.SerializeToString(deterministic=True)
 
 
 class Beginnings:

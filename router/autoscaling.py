@@ -7,9 +7,9 @@ need        workers at which the pressure would be right.
 Each pool goes by signals of its own. A GPU's utilisation is none: it is near 100 % under any batching.
 
 - *Fast loop*, every ``fast_s``: if the need has been above the size in two looks, the size becomes the need.
-- *Slow loop*, every ``slow_s``: if the largest need of the last ``down_window_s`` is below the size, the size falls
-  towards it by a quarter, at least by one. A pool that had to grow again soon after it has shrunk waits twice as long
-  the next time.
+- *Slow loop*, every ``slow_s``: if the largest need of the last ``down_window_s``, by pressures smoothed over a few
+  looks, is below the size, the size falls towards it by a quarter, at least by one. A pool that had to grow again soon
+  after it has shrunk waits twice as long the next time.
 
 So a pool grows within seconds and shrinks within minutes. Between ``SLACK`` and 1 the pressure changes nothing.
 """
@@ -31,7 +31,9 @@ MOST_GROWTH = 2.0
 CONFIRMING = 2
 """Looks in a row that must agree before a pool grows."""
 SHRINK_SHARE = 0.25
-MOST_PATIENCE = 8.0
+MOST_PATIENCE = 4.0
+SMOOTH = 0.2
+"""Weight of one look in the pressure that the slow loop goes by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,14 @@ class Look:
     @property
     def need(self) -> int:
         """Workers that the pressure calls for; as many as are wanted if nobody is ready."""
+        return self.need_at(self.pressure)
+
+    def need_at(self, pressure: float) -> int:
         if not self.signals:
             return self.wanted
-        if self.pressure > 1:
-            return math.ceil(self.ready * min(self.pressure, MOST_GROWTH))
-        return min(self.ready, math.ceil(self.ready * self.pressure / SLACK))
+        if pressure > 1:
+            return math.ceil(self.ready * min(pressure, MOST_GROWTH))
+        return min(self.ready, math.ceil(self.ready * pressure / SLACK))
 
     def clamp(self, count: int) -> int:
         """Within the pool's limits and the room; one worker stays, or nobody could tell what is needed."""
@@ -101,7 +106,9 @@ class Decision:
 class Memory:
     """What is remembered of one pool."""
 
-    needs: deque[tuple[float, int]] = field(default_factory=deque)  # time and need, of the down window
+    last: deque[int] = field(default_factory=lambda: deque(maxlen=CONFIRMING))  # needs
+    pressure: float | None = None  # smoothed
+    needs: deque[tuple[float, int]] = field(default_factory=deque)  # by it, with their times, of the down window
     since_s: float | None = None  # since when there are needs without a gap
     grown_s: float = -math.inf
     shrunk_s: float = -math.inf
@@ -139,7 +146,7 @@ class Autoscaler:
         self._observe(now, look, memory)
         if look.wanted != (allowed := look.clamp(look.wanted)):
             return allowed, "its limits or the nodes allow no other size"
-        grown = look.clamp(self._confirmed(memory, look))
+        grown = look.clamp(min(memory.last) if len(memory.last) == CONFIRMING else 0)
         if grown > look.wanted:
             if now - memory.grown_s < self._settings.rest_s:
                 return look.wanted, "grew a moment ago"
@@ -153,14 +160,12 @@ class Autoscaler:
     def _observe(self, now: float, look: Look, memory: Memory) -> None:
         if memory.since_s is None:
             memory.since_s = now
-        memory.needs.append((now, look.need))
+        memory.last.append(look.need)
+        before = look.pressure if memory.pressure is None else memory.pressure
+        memory.pressure = before + SMOOTH * (look.pressure - before)
+        memory.needs.append((now, look.need_at(memory.pressure)))
         while memory.needs and memory.needs[0][0] <= now - memory.window_s(self._settings):
             memory.needs.popleft()
-
-    def _confirmed(self, memory: Memory, look: Look) -> int:
-        """The need that the last looks agree on; 0 if there were too few."""
-        last = [need for _, need in list(memory.needs)[-CONFIRMING:]]
-        return min(last) if len(last) == CONFIRMING else 0
 
     def _shrunk(self, now: float, look: Look, memory: Memory, floor: int) -> tuple[int, str]:
         window_s = memory.window_s(self._settings)
@@ -176,7 +181,7 @@ class Autoscaler:
         memory = self._memories[look.limits.name]
         window_s = memory.window_s(self._settings)
         if size > look.wanted:
-            flapped = now - memory.shrunk_s < 2 * window_s
+            flapped = now - memory.shrunk_s < window_s
             memory.patience = min(2 * memory.patience, MOST_PATIENCE) if flapped else 1.0
             memory.grown_s = now
         elif size < look.wanted:

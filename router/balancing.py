@@ -19,8 +19,8 @@ QUEUEING = 4.0
 """How many times as costly a full verifier is with as much work again waiting."""
 
 KNOWN_PREFIX_WORTH = 0.5
-"""Share of its cost that a verifier is forgiven if it knows a thousand tokens of the prompt: one that costs more than twice as
-much as another is not chosen for what it has cached."""
+"""Share of its cost that a verifier is forgiven if it knows a thousand tokens of the prompt: one that costs more than
+twice as much as another is not chosen for what it has cached."""
 
 USUAL_STEP_MS, USUAL_TURN_MS, USUAL_ACCEPTED = 20.0, 20.0, 0.5
 """Taken of workers that have not told yet if none has."""
@@ -70,7 +70,7 @@ class DraftView:
 def choose_verifier(
     candidates: Sequence[VerifierView], model: str, rng: random.Random, known: Mapping[str, float] | None = None
 ) -> VerifierView | None:
-    """The least costly of two of the model's verifiers and the one that knows most of the prompt; None if there is none.
+    """The least costly of two of the model's verifiers and the one that knows most of the prompt; None without any.
 
     ``known`` is how much of the prompt a verifier has seen before, 0 to 1, by key. Ties go to the first.
     """

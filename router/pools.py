@@ -136,7 +136,7 @@ class RouterActor(RoleActor):
     """The router's actor; besides, it is the controller's way to the router and the router's to the controller."""
 
     async def __init__(self, spec: ActorSpec) -> None:  # type: ignore[misc]  # Ray awaits it
-        await super().__init__(spec)  # type: ignore[misc]
+        await super().__init__(spec)
         self._server.pools.scale = self._scale
 
     async def register(self, role: str, worker_id: str, address: str, incarnation: str) -> None:

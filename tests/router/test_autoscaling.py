@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -70,16 +71,23 @@ def test_it_shrinks_slowly_and_not_before_the_window_is_over() -> None:
     sizes = [run.look(0.1) for _ in range(150)]
     assert sizes[:60] == [8] * 60 and sizes[61] == 6, "by a quarter"
     changes = [t for t in range(1, 150) if sizes[t] != sizes[t - 1]]
-    assert all(later - earlier >= SETTINGS.slow_s for earlier, later in zip(changes, changes[1:], strict=False))
+    assert all(later - earlier >= SETTINGS.slow_s for earlier, later in pairwise(changes))
     assert sizes[-1] == 1
 
 
 def test_one_busy_moment_keeps_the_size_for_a_window() -> None:
     run = Run(4)
     run.look(0.1, 50)
-    run.look(0.9)
+    run.look(0.9, 9)
     assert run.look(0.1, 59) == 4
-    assert run.look(0.1, 3) == 3
+    assert run.look(0.1, 6) == 3
+
+
+def test_a_blip_does_not() -> None:
+    run = Run(4)
+    run.look(0.1, 50)
+    run.look(0.9)
+    assert run.look(0.1, 12) == 3
 
 
 def test_between_slack_and_one_nothing_changes() -> None:
@@ -122,7 +130,7 @@ def test_the_budget_goes_to_the_neediest() -> None:
     looks = [look(1.5, 2, limits=costly), look(2.0, 2, limits=draft)]
     assert within_budget(looks, {"verifier": 3, "draft": 4}, None) == {"verifier": 3, "draft": 4}
     assert within_budget(looks, {"verifier": 3, "draft": 4}, 10) == {"verifier": 2, "draft": 4}
-    assert within_budget(looks, {"verifier": 3, "draft": 4}, 11) == {"verifier": 3, "draft": 3}
+    assert within_budget(looks, {"verifier": 3, "draft": 4}, 12) == {"verifier": 3, "draft": 3}
     assert within_budget(looks, {"verifier": 1, "draft": 4}, 8) == {"verifier": 1, "draft": 4}
     assert within_budget(looks, {"verifier": 3, "draft": 4}, 1) == {"verifier": 2, "draft": 2}, "nobody shrinks for it"
     run = Run(2, budget=3)

@@ -360,7 +360,7 @@ async def test_and_shrinks_by_draining() -> None:
 async def test_a_dry_run_decides_and_changes_nothing() -> None:
     bench = Autoscaled("dry_run")
     await bench.tick(1)
-    for _ in range(5):
+    for _ in range(2):
         bench.loaded(idle_share=0.0)
         assert await bench.told(1) == []
     assert bench.state("draft").wanted == 2 and bench.state("draft").decision.startswith("dry_run: 2 to 3: needs more")
