@@ -143,6 +143,8 @@ class Autoscaler:
     def _wish(self, now: float, look: Look) -> tuple[int, str]:
         """The size that the pool should have if it were alone, and why."""
         memory = self._memories.setdefault(look.limits.name, Memory())
+        if not look.wanted:
+            return 0, "switched off"
         self._observe(now, look, memory)
         if look.wanted != (allowed := look.clamp(look.wanted)):
             return allowed, "its limits or the nodes allow no other size"
@@ -189,7 +191,7 @@ class Autoscaler:
 
     def _decision(self, look: Look, size: int, reason: str) -> Decision:
         memory = self._memories[look.limits.name]
-        floor = max(need for _, need in memory.needs)
+        floor = max((need for _, need in memory.needs), default=0)
         books = {"ready": float(look.ready), "need": float(look.need), "most needed lately": float(floor)}
         if look.room is not None:
             books["room"] = float(look.room)

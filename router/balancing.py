@@ -2,8 +2,8 @@
 
 *Load* is work in hand over capacity: 0 idle, 1 full, above 1 queueing. *Cost* is what a session has to expect of a
 worker, the less the better: of a verifier the time of a step, of a draft worker the time of a round for what its
-guesses are worth. A cost is known only as well as the last load report, so two candidates drawn at random are compared
-and not all of them: if all routers took the best, it would be the worst by the next report (power of two choices).
+guesses are worth. A cost is known only as well as the last load report, so a few candidates drawn at random are
+compared and not all of them: if all routers took the best, it would be the worst by the next report (power of choices).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-FEW = 2
-"""Up to so many candidates are all compared; above, two drawn at random are."""
+FEW = 3
+"""Candidates drawn at random that are compared. In the simulation two leave larger gaps between equal verifiers with
+any number of routers, and all of them lead to swings when there are many routers (docs/architecture.md)."""
 
 QUEUEING = 4.0
 """How many times as costly a full verifier is with as much work again waiting."""
@@ -70,7 +71,7 @@ class DraftView:
 def choose_verifier(
     candidates: Sequence[VerifierView], model: str, rng: random.Random, known: Mapping[str, float] | None = None
 ) -> VerifierView | None:
-    """The least costly of two of the model's verifiers and the one that knows most of the prompt; None without any.
+    """The least costly of a few of the model's verifiers and the one that knows most of the prompt; None without any.
 
     ``known`` is how much of the prompt a verifier has seen before, 0 to 1, by key. Ties go to the first.
     """
@@ -102,7 +103,7 @@ def choose_drafts(
     serving: Collection[str] = (),
     kinds: Collection[str] = (),
 ) -> list[DraftView]:
-    """Up to ``count`` more draft workers for a session: kinds it has not got yet first, then the least costly of two.
+    """Up to ``count`` more draft workers for a session: kinds it has not got yet first, each the least costly of a few.
 
     ``serving`` names the workers that are out of the question (they serve it already, or refused), ``kinds`` the
     kinds it has. Full workers are never chosen.

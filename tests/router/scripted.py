@@ -175,6 +175,13 @@ class ScriptedVerifier:
                 await asyncio.sleep(LOAD_INTERVAL_S)
 
 
+class SlowVerifier(ScriptedVerifier):
+    """One whose texts take their time: for clusters whose scripts cannot be changed from outside."""
+
+    def __init__(self, settings: VerifierSettings) -> None:
+        super().__init__(settings, step_s=0.05)
+
+
 @dataclass
 class DraftScript:
     hang: bool = False  # never answers Attach
@@ -240,6 +247,7 @@ class ScriptedDraft:
             yield draft_pb2.DraftServiceWatchLoadResponse(
                 incarnation=self.incarnation,
                 sessions=len(self.attached),
+                idle_share=0.5,
                 max_sessions=self.script.max_sessions,
                 draining=self.script.draining,
             )

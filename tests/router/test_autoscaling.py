@@ -118,6 +118,11 @@ def test_limits_and_room_hold() -> None:
     assert Run(2, replace(LIMITS, min=0)).look(0.0, 200) == 1, "one stays"
 
 
+def test_a_pool_that_is_switched_off_stays_so() -> None:
+    run = Run(0, replace(LIMITS, min=0))
+    assert run.look(2.0, 20) == 0 and run.last.reason == "switched off"
+
+
 def test_a_pool_where_nobody_is_ready_stays_as_it_is() -> None:
     autoscaler = Autoscaler(SETTINGS, None)
     nobody = Look(LIMITS, 3, {}, 0)

@@ -27,7 +27,7 @@ from router.scaling import PoolLimits
 
 SCENARIOS = 100
 TICK_S = 2.0
-STRETCH_S = 700.0
+STRETCH_S = 600.0
 SETTINGS = AutoscalingSettings(mode="on", fast_s=TICK_S, down_window_s=60.0, slow_s=10.0, rest_s=10.0)
 TEXT_S = 15.0
 PEAK = 2.5

@@ -45,7 +45,7 @@ class TestChooseVerifier:
         assert choose_verifier(views, "third", random.Random(0)) is None
 
     def test_never_takes_the_worst_of_many_and_spreads_over_the_rest(self) -> None:
-        views = [verifier("worst", 9), *(verifier(f"v{i}", i) for i in range(4))]
+        views = [verifier("worst", 9), verifier("as bad", 9), *(verifier(f"v{i}", i) for i in range(4))]
         rng = random.Random(1)
         chosen = [choose_verifier(views, "m", rng) for _ in range(200)]
         names = {view.key for view in chosen if view}

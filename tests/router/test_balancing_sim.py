@@ -27,9 +27,9 @@ SETTLED_S = 20.0
 REPORT_S = 1.0
 CAPACITY = 16
 
-MEAN_GAP, WORST_GAP = 0.23, 0.40
+MEAN_GAP, WORST_GAP = 0.20, 0.35
 """Of loads (sessions over capacity), fullest less emptiest, averaged over time: mean and maximum of the scenarios."""
-SWINGS_A_MINUTE = 4.0
+SWINGS_A_MINUTE = 1.0
 """Of one verifier, from ``SWING`` of load above the mean to as much below it or back; in the worst scenario."""
 SWING = 0.25
 LOST_SHARE = 0.08

@@ -11,18 +11,28 @@ from typing import Any
 
 import pytest
 
-from draftwood.client import ClusterState, DraftwoodClient, Finished, PoolState
-from draftwood.config import ClusterConfig, DraftPool, RouterSection, RouterSettings, VerifierPool, VerifierSettings
+from draftwood.client import Chunk, ClusterState, DraftwoodClient, Finished, PoolState
+from draftwood.config import (
+    AutoscalingSettings,
+    ClusterConfig,
+    DraftPool,
+    RouterSection,
+    RouterSettings,
+    ScalingSettings,
+    VerifierPool,
+    VerifierSettings,
+)
 from draftwood.errors import Unavailable
 from router.cluster import Cluster
 from router.controller import Progress
 from router.pools import import_ray
 from router.registry import Role
 from router.state import WorkerState
+from tests.router.scripted import scripted_text
 
 SERVERS = {
     "router": "router.server:RouterServer",
-    "verifier": "tests.router.scripted:ScriptedVerifier",
+    "verifier": "tests.router.scripted:SlowVerifier",
     "draft": "tests.router.scripted:ScriptedDraft",
 }
 
@@ -55,11 +65,14 @@ def config() -> ClusterConfig:
         name="test",
         router=RouterSection(settings=RouterSettings(reconnect_s=0.1)),
         verifiers=[
-            VerifierPool(name="verifier", settings=VerifierSettings(name="scripted")),
+            VerifierPool(name="verifier", max=2, settings=VerifierSettings(name="scripted")),
             VerifierPool(name="unloadable", count=0, max=1, settings=unloadable),
             VerifierPool(name="unbindable", count=0, max=1, settings=unbindable),
         ],
-        drafts=[DraftPool(count=2)],
+        drafts=[DraftPool(count=2, max=2)],
+        scaling=ScalingSettings(
+            drain_s=1, auto=AutoscalingSettings(mode="on", fast_s=0.5, down_window_s=3, slow_s=1, rest_s=5)
+        ),
     )
 
 
@@ -86,6 +99,7 @@ async def test_a_clusters_life(importable_tests: None) -> None:
             "draft-1",
         }
         await answers(address)
+        await grows_with_its_load_and_shrinks_again(address)
         await replaces_a_killed_worker("draft-1")
         await outlives_the_router(address)
         await outlives_the_controller(address)
@@ -100,6 +114,22 @@ async def answers(address: str) -> None:
     async with DraftwoodClient(address) as client:
         events = [event async for event in client.generate("hi", max_tokens=5)]
     assert isinstance(events[-1], Finished) and events[-1].usage.completion_tokens == 5
+
+
+async def grows_with_its_load_and_shrinks_again(address: str) -> None:
+    """A verifier has eight sessions at most, and twelve texts come."""
+    async with DraftwoodClient(address) as client:
+        texts = [asyncio.create_task(answer(client, seed)) for seed in range(12)]
+        grown = await status_when(address, lambda state: named(state, "verifier").ready == 2)
+        assert named(grown, "verifier").decision.startswith("on: ")
+        assert [await text for text in texts] == [scripted_text(seed, 120) for seed in range(12)]
+        shrunk = await status_when(address, lambda state: ready(state) == {"verifier": 1, "draft": 2})
+        assert named(shrunk, "verifier").wanted == 1 and shrunk.requests_failed == 0
+
+
+async def answer(client: DraftwoodClient, seed: int) -> list[int]:
+    events = [event async for event in client.generate("hi", max_tokens=120, seed=seed)]
+    return [token for event in events if isinstance(event, Chunk) for token in event.tokens]
 
 
 async def replaces_a_killed_worker(worker_id: str) -> None:

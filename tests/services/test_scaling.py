@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import shutil
 import tempfile
@@ -43,6 +44,7 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
     temp = tempfile.mkdtemp(prefix="dw-")
     monkeypatch.setenv("RAY_TMPDIR", temp)
+    monkeypatch.setenv("RAY_enable_autoscaler_v2", "1")  # its requests for nodes carry labels
     import_ray(local=True)
     from ray.cluster_utils import Cluster as Nodes
 
@@ -63,7 +65,7 @@ def config(address: str, models: Models) -> ClusterConfig:
     place = {role: ActorSettings(label_selector={LABEL: role}) for role in ("router", "verifier", "draft")}
     return ClusterConfig(
         name="nodes",
-        ray=RaySettings(address=address),
+        ray=RaySettings(address=address, autoscaler=True),
         router=RouterSection(settings=RouterSettings(reconnect_s=0.1), actor=place["router"]),
         verifiers=[VerifierPool(max=3, actor=place["verifier"], settings=VerifierSettings(**exact))],
         drafts=[DraftPool(max=3, actor=place["draft"], settings=draft)],
@@ -140,6 +142,20 @@ def nodes_of_actors() -> dict[str, str]:
     return {actor["Name"].removeprefix("nodes/"): labels[actor["Address"]["NodeID"]] for actor in alive}
 
 
+def nodes_requested() -> dict[str, int]:
+    """What Ray's autoscaler was asked for last: how many actors' needs, by the label of the nodes."""
+    ray = import_ray()
+    sdk = importlib.import_module("ray.autoscaler.v2.sdk")
+    state = sdk.get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
+    (constraint,) = state.cluster_resource_constraints
+    asked = {}
+    for entry in constraint.resource_requests:
+        (selector,) = entry.request.label_selectors
+        (label,) = selector.label_constraints
+        asked[label.label_values[0]] = entry.count
+    return asked
+
+
 @pytest.mark.ray
 async def test_each_pool_grows_and_shrinks_under_live_sessions(ray_address: str, models: Models) -> None:
     cluster = Cluster(config(ray_address, models))
@@ -167,6 +183,7 @@ async def grows_and_shrinks(client: DraftwoodClient, clients: Clients, pool: str
     await client.scale({pool: 3})
     await settled(client, lambda state: sizes(state)[pool] == (3, 3, 0))
     assert {node for worker, node in nodes_of_actors().items() if worker.startswith(pool)} == {pool}
+    assert nodes_requested() == {"router": 1, pool: 3, other: 1}
     await clients.some_texts()
     state = await settled(client, lambda state: all_used(state, pool))
     assert sizes(state)[other] == (1, 1, 0)
