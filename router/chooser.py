@@ -13,8 +13,8 @@ from router.balancing import choose_drafts, choose_verifier
 from router.ejection import Ejection
 from router.registry import Registry, Worker
 
-GOING = ("DRAINING", "LOADING")
-"""What a worker says that is well and takes no sessions now."""
+NO_FAULT = ("DRAINING", "LOADING", "DEADLINE")
+"""Ends that do not speak against a worker: it takes no sessions now, or the client's own time is over."""
 
 log = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class Chooser:
 
     def failed(self, worker: Worker, error: DraftwoodError) -> None:
         """The worker could not do its part; what it refuses for good reason is no failure."""
-        fault = isinstance(error, Unavailable | Internal) and error.reason not in GOING
+        fault = isinstance(error, Unavailable | Internal) and error.reason not in NO_FAULT
         if fault and self._ejection.failed(worker.incarnation):
             log.warning("worker_ejected", pool=worker.role.value, address=worker.address, error=str(error))
 
