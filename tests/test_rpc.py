@@ -76,9 +76,7 @@ class Router:
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Context) -> object:
         return {"not": "a message"}
 
-    async def ScalePool(
-        self, request: router_pb2.ScalePoolRequest, context: Context
-    ) -> router_pb2.ScalePoolResponse:
+    async def ScalePool(self, request: router_pb2.ScalePoolRequest, context: Context) -> router_pb2.ScalePoolResponse:
         return router_pb2.ScalePoolResponse()
 
 
