@@ -87,7 +87,7 @@ async def workers() -> dict[str, WorkerState]:
 @pytest.mark.ray
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="counts processes through /proc")
 async def test_a_clusters_life(importable_tests: None) -> None:
-    """Bug kind 42: whoever is killed comes back with its server, is found where it is, and its former self is fenced."""
+    """Bug kind 42: whoever is killed comes back with its server, is found again, and its former self is fenced."""
     before = children()
     cluster, told = Cluster(config(), SERVERS), list[Progress]()
     try:
