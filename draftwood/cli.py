@@ -1,4 +1,4 @@
-"""The command line: ``draftwood up``, ``down``, ``status``, ``generate``, ``chat``, ``demo``."""
+"""The command line: ``draftwood up``, ``down``, ``status``, ``scale``, ``generate``, ``chat``, ``demo``."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from draftwood.config import ClientSettings, ClusterConfig, load_client_settings
 from draftwood.console import (
     StartView,
     logprob_table,
+    pool_table,
     show_chunk,
     status_tables,
     summary,
@@ -141,6 +142,17 @@ def status(
 ) -> None:
     """Shows the router's pools."""
     run(_show_status(address or _record(name).address, watch))
+
+
+@app.command()
+@connecting
+def scale(
+    counts: Annotated[list[str], typer.Argument(help="POOL=COUNT, such as draft=4 verifier=2")],
+    name: Name = "default",
+    address: Address = "",
+) -> None:
+    """Sets how many workers pools have; those too many finish or hand over what they do, then go."""
+    run(_scale(address or _record(name).address, _pool_counts(counts)))
 
 
 @app.command()
@@ -268,6 +280,18 @@ def _logit_bias(options: list[str]) -> dict[int, float]:
     return biases
 
 
+def _pool_counts(arguments: list[str]) -> dict[str, int]:
+    """Raises BadParameter for an argument that is not POOL=COUNT, and for a pool that comes twice."""
+    counts: dict[str, int] = {}
+    for argument in arguments:
+        match = re.fullmatch(r"([a-z][a-z0-9-]*)=(\d{1,6})", argument)
+        if not match or match[1] in counts:
+            fault = "names a pool a second time" if match else "is not POOL=COUNT, as in draft=4"
+            raise typer.BadParameter(f"{argument!r} {fault}", param_hint="COUNTS")
+        counts[match[1]] = int(match[2])
+    return counts
+
+
 def _advice(error: DraftwoodError) -> str:
     if error.reason in ("ROUTER_UNREACHABLE", "NO_CLUSTER"):
         return "; start a cluster with: draftwood up --config deploy/examples/demo.yaml"
@@ -285,7 +309,7 @@ def _record(name: str) -> Any:
 
 
 async def _hold_cluster(config: ClusterConfig, timeout_s: float) -> None:
-    from router.pools import Cluster
+    from router.cluster import Cluster
     from router.supervisor import STOP_GRACE_S, stop_signal
 
     cluster = Cluster(config)
@@ -377,6 +401,11 @@ async def _show_status(address: str, watch: bool) -> None:
         with Live(console=console) as live:
             async for state in client.watch_status():
                 live.update(Group(*status_tables(state)))
+
+
+async def _scale(address: str, counts: dict[str, int]) -> None:
+    async with _client(address) as client:
+        console.print(pool_table(await client.scale(counts)))
 
 
 async def _generate(address: str, prompt: Prompt, options: dict[str, Any]) -> None:

@@ -173,6 +173,22 @@ class DraftState:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolState:
+    """A pool that a controller keeps."""
+
+    name: str
+    role: str  # draft, verifier
+    wanted: int
+    present: int  # those that start included, those that leave not
+    ready: int
+    draining: int
+    min: int
+    max: int | None  # None: no limit but the budget
+    error: str = ""  # why a worker could not start; empty once one has
+    decision: str = ""  # of the autoscaler, the last one
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterState:
     """What the router knows of its pools."""
 
@@ -184,6 +200,7 @@ class ClusterState:
     requests_failed: int
     draft_reattachments: int
     verifier_migrations: int
+    pools: tuple[PoolState, ...] = ()  # none without a controller
 
 
 class DraftwoodClient:
@@ -305,6 +322,15 @@ class DraftwoodClient:
     async def models(self) -> tuple[ModelState, ...]:
         answer = await self._ask(self._stub.ListModels, router_pb2.ListModelsRequest())
         return tuple(_model_state(model) for model in answer.models)
+
+    async def scale(self, counts: Mapping[str, int]) -> tuple[PoolState, ...]:
+        """Sets how many workers pools are to have, by name; all of them or, if one is refused, none.
+
+        Returns all pools at once; ``status`` shows what follows. A worker too many drains before it goes.
+        """
+        request = router_pb2.ScalePoolRequest(counts=counts)
+        answer = await self._ask(self._stub.ScalePool, request)
+        return tuple(_pool_state(pool) for pool in answer.pools)
 
     @property
     def _stub(self) -> Any:
@@ -539,6 +565,22 @@ def _cluster_state(status: router_pb2.Status) -> ClusterState:
         requests_failed=status.requests_failed,
         draft_reattachments=status.draft_reattachments,
         verifier_migrations=status.verifier_migrations,
+        pools=tuple(_pool_state(pool) for pool in status.pools),
+    )
+
+
+def _pool_state(pool: router_pb2.PoolStatus) -> PoolState:
+    return PoolState(
+        name=pool.name,
+        role=pool.role,
+        wanted=pool.wanted,
+        present=pool.present,
+        ready=pool.ready,
+        draining=pool.draining,
+        min=pool.min,
+        max=pool.max if pool.HasField("max") else None,
+        error=pool.error,
+        decision=pool.decision,
     )
 
 

@@ -7,7 +7,7 @@ them, and nothing else reads the environment. Each role also reads ``DRAFTWOOD_<
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
@@ -289,16 +289,37 @@ class ActorSettings(_Section):
     label_selector: dict[str, str] = Field({}, description="node labels that the actor needs")
 
 
-class VerifierPool(_Section):
-    count: int = Field(1, ge=0)
+class Pool(_Section):
+    """What all pools have: how many workers, at what cost, and where."""
+
+    name: str = Field(
+        "",
+        pattern=r"^([a-z][a-z0-9-]*)?$",
+        description="name for `scale` and `status`; empty: the role, with a number if it has several pools",
+    )
+    count: int = Field(1, ge=0, description="workers at the start")
+    min: int = Field(0, ge=0, description="fewest workers that scaling leaves")
+    max: int | None = Field(None, ge=0, description="most workers; left out: no limit but the budget")
+    cost: float = Field(1.0, ge=0, description="what a worker counts against the budget")
     actor: ActorSettings = ActorSettings()
+
+    @model_validator(mode="after")
+    def _count_within_limits(self) -> Pool:
+        most = self.count if self.max is None else self.max
+        if not self.min <= self.count <= most:
+            raise ValueError(f"count is {self.count}, but min is {self.min} and max is {self.max}")
+        return self
+
+
+class VerifierPool(Pool):
     settings: VerifierSettings = Field(default_factory=VerifierSettings)
 
 
-class DraftPool(_Section):
-    count: int = Field(1, ge=0)
-    actor: ActorSettings = ActorSettings()
+class DraftPool(Pool):
     settings: DraftSettings = Field(default_factory=DraftSettings)
+
+
+P = TypeVar("P", VerifierPool, DraftPool)
 
 
 class RouterSection(_Section):
@@ -312,7 +333,45 @@ class RaySettings(_Section):
     address: str = Field("", description='address of a running cluster ("auto" finds it); empty: start a local one')
     namespace: str = "draftwood"
     num_cpus: Positive = Field(2, description="CPUs of a cluster started here")
+    autoscaler: bool = Field(False, description="the cluster has Ray's autoscaler: it is asked for the nodes needed")
     object_store_mib: int = Field(80, ge=80, description="object store of a cluster started here, MiB")
+
+
+class AutoscalingSettings(_Section):
+    """When the pools grow and shrink by themselves."""
+
+    mode: Literal["off", "dry_run", "on"] = Field(
+        "off", description='"dry_run" decides and tells, but changes nothing; "on" sets the sizes'
+    )
+    fast_s: float = Field(1.0, gt=0, description="seconds between two looks at the load; a pool grows after two")
+    rest_s: float = Field(10.0, ge=0, description="seconds that a pool does not grow again after it has grown")
+    slow_s: float = Field(15.0, gt=0, description="seconds that a pool does not shrink again after it has shrunk")
+    down_window_s: float = Field(120.0, gt=0, description="seconds that fewer workers must have sufficed to shrink")
+    queue_wait_ms: float = Field(500.0, gt=0, description="verifiers: longest wait for pages or a session, ms")
+    step_ms: float = Field(0.0, ge=0, description="verifiers: time of a step, ms; 0: does not matter")
+    narrow_share: float = Field(
+        0.5, gt=0, le=1, description="verifiers: share of steps without drafts because there are too many sessions"
+    )
+    pages_held: float = Field(0.85, gt=0, le=1, description="verifiers: share of KV pages that sessions hold")
+    draft_busy: float = Field(0.75, gt=0, le=1, description="draft workers: share of time that they draft")
+    sessions: float = Field(0.85, gt=0, le=1, description="both: sessions over the most that may run")
+    place_s: float = Field(
+        20.0, gt=0, description="a worker that has not started by then has no node, unless Ray's autoscaler brings one"
+    )
+
+
+class ScalingSettings(_Section):
+    """How the controller keeps the pools."""
+
+    budget: float | None = Field(None, ge=0, description="most that all workers may cost together; left out: no limit")
+    check_s: float = Field(0.5, gt=0, description="seconds between two looks at the workers")
+    drain_s: float = Field(
+        30.0, ge=0, description="longest that a verifier to be removed goes on with its sessions; the rest then moves"
+    )
+    replace_lost_s: float = Field(
+        30.0, gt=0, description="a worker that was there and has been lost for so long is replaced by another"
+    )
+    auto: AutoscalingSettings = AutoscalingSettings()
 
 
 class ClusterConfig(_Section):
@@ -323,6 +382,34 @@ class ClusterConfig(_Section):
     router: RouterSection = RouterSection()
     verifiers: list[VerifierPool] = Field(default_factory=lambda: [VerifierPool()])
     drafts: list[DraftPool] = Field(default_factory=lambda: [DraftPool()])
+    scaling: ScalingSettings = ScalingSettings()
+
+    @model_validator(mode="after")
+    def _pools_have_names(self) -> ClusterConfig:
+        self.verifiers = _named("verifier", self.verifiers)
+        self.drafts = _named("draft", self.drafts)
+        names = [pool.name for pool in self.pools]
+        if double := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two pools have the name {double!r}")
+        if taken := next((name for name in names if name in ("router", "controller")), None):
+            raise ValueError(f"no pool may have the name {taken!r}")
+        boundless = next((pool.name for pool in self.pools if pool.max is None), None)
+        if self.scaling.auto.mode != "off" and self.scaling.budget is None and boundless:
+            raise ValueError(f"scaling.auto is on, but pool {boundless!r} has no max and there is no scaling.budget")
+        cost, budget = sum(pool.cost * pool.count for pool in self.pools), self.scaling.budget
+        if budget is not None and cost > budget:
+            raise ValueError(f"the pools cost {cost:g} at the start, but scaling.budget is {budget:g}")
+        return self
+
+    @property
+    def pools(self) -> list[VerifierPool | DraftPool]:
+        return [*self.verifiers, *self.drafts]
+
+
+def _named(role: str, pools: list[P]) -> list[P]:
+    if len(pools) == 1:
+        return [pools[0].model_copy(update={"name": pools[0].name or role})]
+    return [pool.model_copy(update={"name": pool.name or f"{role}-{k}"}) for k, pool in enumerate(pools)]
 
 
 def load_cluster_config(path: Path) -> ClusterConfig:

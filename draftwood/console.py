@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from draftwood.client import Chunk, ClusterState, DraftState, Finished, Usage, VerifierState
+from draftwood.client import Chunk, ClusterState, DraftState, Finished, PoolState, Usage, VerifierState
 from draftwood.config import ClusterConfig
 
 Stage = Literal["starting", "loading", "ready", "lost"]
@@ -76,7 +76,7 @@ class StartView:
 
 
 class Step(Protocol):
-    """How far one worker is; see ``router.pools.Progress``."""
+    """How far one worker is; see ``router.controller.Progress``."""
 
     @property
     def role(self) -> str: ...
@@ -87,7 +87,7 @@ class Step(Protocol):
 
 
 class Startable(Protocol):
-    """What starts here; see ``router.pools.Cluster``."""
+    """What starts here; see ``router.cluster.Cluster``."""
 
     async def start(self, progress: Callable[[Step], None]) -> str: ...
 
@@ -155,12 +155,24 @@ def tokens_per_s(usage: Usage) -> float:
 
 
 def status_tables(state: ClusterState) -> Iterable[Table | str]:
+    if state.pools:
+        yield pool_table(state.pools)
     yield _verifier_table(state.verifiers)
     yield _draft_table(state.drafts)
     yield (
         f"requests: {state.requests} running, {state.requests_total} in all, {state.requests_failed} failed; "
         f"repairs: {state.draft_reattachments} drafts re-attached, {state.verifier_migrations} verifiers replaced"
     )
+
+
+def pool_table(pools: Iterable[PoolState]) -> Table:
+    """What each pool is to be and is; the last column says what is wrong or was decided."""
+    table = _table("pools", "pool", "role", "wanted", "ready", "leaving", "limits", "last")
+    for p in pools:
+        limits = f"{p.min} to {'any' if p.max is None else p.max}"
+        last = Text(p.error, style="red") if p.error else Text(p.decision)
+        table.add_row(p.name, p.role, str(p.wanted), f"{p.ready}/{p.present}", str(p.draining), limits, last)
+    return table
 
 
 def _verifier_table(verifiers: Iterable[VerifierState]) -> Table:
@@ -195,7 +207,7 @@ def _draft_table(drafts: Iterable[DraftState]) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column != "model")
+        table.add_column(column, overflow="fold", no_wrap=column not in ("model", "last"))
     return table
 
 

@@ -120,7 +120,7 @@ async def compare(console: Console, client: DraftwoodClient, max_tokens: int) ->
 
 
 async def _on_cluster(console: Console, config: ClusterConfig, max_tokens: int, timeout_s: float) -> list[Pair]:
-    from router.pools import Cluster
+    from router.cluster import Cluster
 
     cluster = Cluster(config)
     try:

@@ -16,8 +16,7 @@ from draftwood.rpc.tracing import outgoing_metadata
 from draftwood.telemetry import get_logger
 from draftwood.tickets import issue_ticket
 from draftwood.v1 import draft_pb2, draft_pb2_grpc
-from router.balancing import choose_drafts
-from router.registry import Worker
+from router.registry import Health, Worker
 from router.state import RouterState
 
 CONTROL_TIMEOUT_S = 5.0
@@ -35,6 +34,7 @@ class Session:
     session_id: str
     ticket_key: bytes = field(repr=False)  # that its drafts' tickets are made with
     verifier_address: str
+    model: str
 
 
 class Attachments:
@@ -64,19 +64,32 @@ class Attachments:
             self._keeper.cancel()
             self._state.background.spawn(self._detach_all(self._keeper))
 
+    def helped(self, accepted: float) -> None:
+        """So many draft tokens a step were accepted: those that serve the session share the credit."""
+        for worker in self._attached:
+            worker.helped(accepted)
+
     async def _keep(self) -> None:
         while True:
             self._drop_lost()
             await self._fill()
+            await self._leave_draining()
             await self._registry.changed(REST_S if len(self._attached) < self._wanted else IDLE_S)
 
     def _drop_lost(self) -> None:
         for worker in [worker for worker in self._attached if not self._serves(worker)]:
             self._let_go(worker)
-            self._owed += 1
+            self._owed += worker.health is not Health.DRAINING
 
     def _serves(self, worker: Worker) -> bool:
-        return self._registry.alive(worker) and worker.incarnation == self._attached[worker]
+        there = self._registry.alive(worker) and worker.health is not Health.DRAINING
+        return there and worker.incarnation == self._attached[worker]
+
+    async def _leave_draining(self) -> None:
+        """Detaches workers that leave their pool, once others have taken over."""
+        leaving = [w for w in self._asked - self._attached.keys() if w.health is Health.DRAINING]
+        self._asked.difference_update(leaving)
+        await asyncio.gather(*(self._detach(worker) for worker in leaving if self._registry.alive(worker)))
 
     async def _fill(self) -> None:
         workers = self._missing()
@@ -86,13 +99,12 @@ class Attachments:
             workers = self._missing()
 
     def _missing(self) -> list[Worker]:
-        chosen = choose_drafts(
-            self._registry.draft_views(),
+        return self._state.chooser.drafts(
+            self._session.model,
             self._wanted - len(self._attached),
             serving=_addresses(self._attached.keys() | self._at_rest()),
             kinds={worker.draft.kind for worker in self._attached if worker.draft},
         )
-        return [self._registry.by_address(view.key) for view in chosen]
 
     def _at_rest(self) -> set[Worker]:
         now = time.monotonic()
@@ -107,6 +119,7 @@ class Attachments:
         )
         worker.sessions += 1  # counted while it is on its way, so that a burst spreads
         self._attached[worker] = worker.incarnation
+        began = time.monotonic()
         try:
             await _stub(worker).Attach(request, timeout=CONTROL_TIMEOUT_S, metadata=outgoing_metadata())
         except (grpc.RpcError, DraftwoodError) as error:
@@ -116,6 +129,8 @@ class Attachments:
                 raise
             self._refused(worker, Unavailable("WORKER_LOST", f"{worker.address} has left the pool"))
         else:
+            worker.took((time.monotonic() - began) * 1e3)
+            self._state.chooser.succeeded(worker)
             self._count_reattachment()
 
     def _ticket(self, worker: Worker) -> bytes:
@@ -125,6 +140,9 @@ class Attachments:
 
     def _refused(self, worker: Worker, error: DraftwoodError) -> None:
         self._let_go(worker)
+        self._state.chooser.failed(worker, error)
+        if error.reason == "TOKENIZER_MISMATCH":
+            worker.unfit.add(self._session.model)
         passing = isinstance(error, ResourceExhausted | Unavailable)
         self._resting[worker] = time.monotonic() + REST_S if passing else float("inf")
         log.info("draft_not_attached", address=worker.address, session=self._session.session_id, error=str(error))

@@ -24,8 +24,8 @@ from draftwood.telemetry import get_logger
 from draftwood.tickets import new_key
 from draftwood.v1 import router_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwood.wire import error_from_proto
+from router.affinity import beginnings
 from router.attachments import Attachments, Session, being_cancelled
-from router.balancing import choose_verifier
 from router.progress import Progress
 from router.registry import Registry, Worker
 from router.state import RouterState
@@ -62,6 +62,7 @@ class Generation:
         self._settings = state.settings
         self._model = resolve_model(state.registry, request.model)
         self._progress = Progress(request.generation)
+        self._prompt = beginnings(request.generation)
         self._plain = request.generation.speculation.disabled
         self._deadline = None if remaining_s is None else time.monotonic() + remaining_s
         self._session_id = ""  # the first one; the client knows the generation by it
@@ -79,11 +80,15 @@ class Generation:
                         yield event
                 return
             except VerifierLost as lost:
+                self._state.chooser.failed(worker, lost.error)
                 worker = await self._replacement(worker, lost)
+            except DraftwoodError as verdict:
+                self._state.chooser.failed(worker, verdict)
+                raise
 
     async def _serve(self, worker: Worker) -> AsyncGenerator[Event]:
         """One verifier's part. Raises VerifierLost, or the verifier's verdict."""
-        session = Session(uuid.uuid4().hex, b"" if self._plain else new_key(), worker.address)
+        session = Session(uuid.uuid4().hex, b"" if self._plain else new_key(), worker.address, self._model)
         self._session_id = self._session_id or session.session_id
         wanted = 0 if self._plain else self._settings.drafts_per_session
         drafts = Attachments(self._state, session, wanted)
@@ -93,6 +98,8 @@ class Generation:
                     async for event in events:
                         if event.HasField("started"):
                             drafts.start()
+                        if event.HasField("finished"):
+                            self._learn(worker, drafts, event.finished.usage)
                         if admitted := self._admit(event):
                             yield admitted
             finally:
@@ -166,9 +173,13 @@ class Generation:
         return worker
 
     def _choose(self, avoid: Worker | None) -> Worker | None:
-        views = [view for view in self._registry.verifier_views() if not avoid or view.key != avoid.address]
-        view = choose_verifier(views, self._model, self._state.rng)
-        return self._registry.by_address(view.key) if view else None
+        return self._state.chooser.verifier(self._model, self._prompt, avoid)
+
+    def _learn(self, worker: Worker, drafts: Attachments, usage: verifier_pb2.Usage) -> None:
+        """The verifier has done its part, and told what the drafts' guesses came to."""
+        self._state.chooser.succeeded(worker)
+        if usage.nodes_verified:
+            drafts.helped(usage.nodes_accepted / usage.steps)
 
     def _remaining_s(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)

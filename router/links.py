@@ -8,8 +8,9 @@ and tried again every ``reconnect_s``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TypeVar, cast
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -109,7 +110,7 @@ class Link:
     async def _follow_verifier(self) -> None:
         stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)  # type: ignore[no-untyped-call]
         request = verifier_pb2.VerifierServiceGetModelInfoRequest()
-        info = (await stub.GetModelInfo(request, timeout=INFO_TIMEOUT_S)).model
+        info = (await self._timed(stub.GetModelInfo(request, timeout=INFO_TIMEOUT_S))).model
         self._registry.identify(self._worker, info.incarnation)
         self._worker.model = info
         async for load in self._leased(stub.WatchLoad(verifier_pb2.VerifierServiceWatchLoadRequest())):
@@ -119,7 +120,7 @@ class Link:
     async def _follow_draft(self) -> None:
         stub = draft_pb2_grpc.DraftServiceStub(self._channel)  # type: ignore[no-untyped-call]
         request = draft_pb2.DraftServiceGetModelInfoRequest()
-        info = (await stub.GetModelInfo(request, timeout=INFO_TIMEOUT_S)).draft
+        info = (await self._timed(stub.GetModelInfo(request, timeout=INFO_TIMEOUT_S))).draft
         self._registry.identify(self._worker, info.incarnation)
         self._worker.draft = info
         async for load in self._leased(stub.WatchLoad(draft_pb2.DraftServiceWatchLoadRequest())):
@@ -129,7 +130,14 @@ class Link:
     def _alive(self, incarnation: str, draining: bool) -> None:
         if incarnation != self._worker.incarnation:
             raise Unavailable("INCARNATION", f"{self._worker.address} answers as another process than before")
+        self._worker.sessions_told = self._worker.sessions
         self._registry.set_health(self._worker, Health.DRAINING if draining else Health.READY)
+
+    async def _timed(self, call: Awaitable[Any]) -> Any:
+        began = time.monotonic()
+        answer = await call
+        self._worker.took((time.monotonic() - began) * 1e3)
+        return answer
 
     async def _leased(self, stream: grpc.aio.UnaryStreamCall[object, Message]) -> AsyncIterator[Message]:
         """The stream's messages; raises Unavailable LEASE when none comes for the lease."""

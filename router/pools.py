@@ -1,8 +1,11 @@
-"""Where the roles run: Ray places and restarts one actor a worker. The only module that imports Ray.
+"""Where the roles run: Ray places and restarts one actor a worker, and one controller that keeps them.
 
 An actor hosts a role's gRPC server on its own event loop and starts it in its constructor, because that alone is run
 again after a restart. It then tells the router (role, worker_id, address, incarnation), and goes on telling it every
 few seconds: the router forgets the pools when it is restarted itself. Actor calls carry control only, never tokens.
+
+All actors are named ``CLUSTER/WORKER_ID`` and detached: they live until the controller ends them, or whoever ends the
+cluster. The name is all that is needed to find one.
 """
 
 from __future__ import annotations
@@ -11,20 +14,19 @@ import asyncio
 import importlib
 import os
 import secrets
-import shutil
-import socket
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from draftwood.config import ActorSettings, ClusterConfig, DraftSettings, RouterSettings, VerifierSettings
-from draftwood.errors import Unavailable
+from draftwood.errors import DraftwoodError, Unavailable
 from draftwood.telemetry import configure_logging, get_logger
-from router.server import WorkerState
+from router.controller import Controller, ControllerStatus
+from router.scaling import PoolLimits, PoolState
+from router.state import WorkerState
 
 ROUTER_ID = "router-0"
+CONTROLLER_ID = "controller-0"
 SERVERS = {
     "router": "router.server:RouterServer",
     "verifier": "verifier_service.server:VerifierServer",
@@ -34,14 +36,14 @@ SERVERS = {
 LOOPBACK = "127.0.0.1"
 CONTROL_CALLS = 32
 PENDING_CALLS = 256
-RAY_ANSWERS_S = 5.0
 REGISTER_EVERY_S = 2.0
 POLL_S = 0.2
-MAX_TEMP_DIR = 30
-"""Longest temp dir: Ray's sockets below it must fit into 107 bytes."""
+SOME_CPU = 0.01
+"""Asked for an actor that reserves nothing: Ray brings no node for an empty request."""
+STOP_SLACK_S = 1.0
+"""For a server to end after its grace."""
 
 Settings = RouterSettings | VerifierSettings | DraftSettings
-Stage = Literal["starting", "loading", "ready", "lost"]
 
 log = get_logger(__name__)
 
@@ -62,6 +64,23 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """One cluster: what runs in it, and under which names."""
+
+    config: ClusterConfig
+    servers: dict[str, str]  # "module:Class", by role
+    across_nodes: bool  # workers must be reached from other machines
+
+    def name(self, worker_id: str) -> str:
+        return f"{self.config.name}/{worker_id}"
+
+    def limits(self) -> list[PoolLimits]:
+        config = self.config
+        roles = [("verifier", pool) for pool in config.verifiers] + [("draft", pool) for pool in config.drafts]
+        return [PoolLimits(pool.name, role, pool.min, pool.max, pool.cost) for role, pool in roles]
+
+
+@dataclass(frozen=True, slots=True)
 class ActorSpec:
     """One actor to create."""
 
@@ -69,35 +88,20 @@ class ActorSpec:
     worker_id: str
     settings: Settings
     actor: ActorSettings
-    server: str  # "module:Class"
-    across_nodes: bool  # others must reach it from other machines
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far one worker is."""
-
-    role: str
-    worker_id: str
-    stage: Stage
-    address: str = ""
-
-
-ProgressCallback = Callable[[Progress], None]
+    plan: Plan
 
 
 class RoleActor:
     """An actor around one server."""
 
-    async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, spec: ActorSpec, router_name: str, namespace: str
-    ) -> None:
+    async def __init__(self, spec: ActorSpec) -> None:  # type: ignore[misc]  # Ray awaits it
         configure_logging(spec.worker_id, json=True)
         _free_threads()
         self._spec = spec
-        self._server: Any = _load(spec.server)(_settings_here(spec))
+        self._stopping = False
+        self._server: Any = _load(spec.plan.servers[spec.role])(_settings_here(spec))
         self._address: str = await self._server.start()
-        self._registering = asyncio.create_task(self._keep_registered(router_name, namespace))
+        self._registering = asyncio.create_task(self._keep_registered())
 
     async def info(self) -> tuple[str, str, int]:
         """Address, incarnation, process id."""
@@ -107,26 +111,20 @@ class RoleActor:
         """Waits until the server serves; raises what keeps it from serving."""
         await self._server.ready()
 
-    async def register(self, role: str, worker_id: str, address: str, incarnation: str) -> None:
-        """Router only."""
-        self._server.register(role, worker_id, address, incarnation)
-
-    async def workers(self) -> list[WorkerState]:
-        """Router only."""
-        states: list[WorkerState] = self._server.workers()
-        return states
+    async def stopping(self) -> bool:
+        """Whether it has been told to stop."""
+        return self._stopping
 
     async def stop(self, grace_s: float) -> None:
+        self._stopping = True
         self._registering.cancel()
         await self._server.stop(grace_s)
 
-    async def _keep_registered(self, router_name: str, namespace: str) -> None:
-        if self._spec.role == "router":
-            return
+    async def _keep_registered(self) -> None:
         ray = import_ray()
         while True:
             try:
-                router = ray.get_actor(router_name, namespace=namespace)
+                router = _actor(self._spec.plan, ROUTER_ID)
                 words = (self._spec.role, self._spec.worker_id, self._address, self._server.incarnation)
                 await router.register.remote(*words)
             except (ValueError, ray.exceptions.RayError) as error:  # no router now, or it refuses us
@@ -134,184 +132,249 @@ class RoleActor:
             await asyncio.sleep(REGISTER_EVERY_S)
 
 
-class Cluster:
-    """The actors of one configuration, on a Ray started here or on a running one."""
+class RouterActor(RoleActor):
+    """The router's actor; besides, it is the controller's way to the router and the router's to the controller."""
 
-    def __init__(self, config: ClusterConfig, servers: dict[str, str] | None = None) -> None:
-        self._config = config
-        self._servers = servers or SERVERS
-        self._owns_ray = False
-        self._temp_dir = ""  # of a Ray started here
-        self._actors: dict[str, Any] = {}  # by worker_id
-        self._specs: dict[str, ActorSpec] = {}
-        self.address = ""
-        """The router's address, once started."""
+    async def __init__(self, spec: ActorSpec) -> None:  # type: ignore[misc]  # Ray awaits it
+        await super().__init__(spec)
+        self._server.pools.scale = self._scale
 
-    async def start(self, progress: ProgressCallback = lambda _: None) -> str:
-        """Creates the router, then the workers; returns the router's address. Raises Unavailable ACTOR_FAILED."""
-        self._connect()
-        self._specs = {spec.worker_id: spec for spec in self._plan()}
-        try:
-            for spec in self._specs.values():
-                progress(Progress(spec.role, spec.worker_id, "starting"))
-                self._actors[spec.worker_id] = self._create(spec)
-                if spec.role == "router":
-                    self.address = (await self._info(spec))[0]
-                    progress(Progress(spec.role, spec.worker_id, "ready", self.address))
-        except BaseException:
-            await self.stop(0.0)
-            raise
-        return self.address
+    async def register(self, role: str, worker_id: str, address: str, incarnation: str) -> None:
+        self._server.register(role, worker_id, address, incarnation)
 
-    async def wait_ready(self, timeout_s: float, progress: ProgressCallback = lambda _: None) -> None:
-        """Returns when every worker is ready. Raises Unavailable NOT_READY, ACTOR_FAILED."""
-        deadline = time.monotonic() + timeout_s
-        starting = [spec for spec in self._specs.values() if spec.role != "router"]
-        tell = _changes(progress)
-        births = [asyncio.create_task(self._born(spec)) for spec in starting]
-        try:
-            while waiting := await self._report(starting, tell):
-                self._raise_failed(births)
-                if time.monotonic() >= deadline:
-                    raise Unavailable("NOT_READY", f"not ready after {timeout_s:g} s: {', '.join(sorted(waiting))}")
-                await asyncio.sleep(POLL_S)
-        finally:
-            for birth in births:
-                birth.cancel()
-            await asyncio.gather(*births, return_exceptions=True)
+    async def workers(self) -> list[WorkerState]:
+        states: list[WorkerState] = self._server.workers()
+        return states
 
-    async def workers(self) -> dict[str, WorkerState]:
-        """The workers that have registered with the router, by worker_id."""
-        return {state.worker_id: state for state in await self._actors[ROUTER_ID].workers.remote()}
+    async def drain(self, worker_id: str) -> None:
+        self._server.drain(worker_id)
 
-    async def info(self, worker_id: str) -> tuple[str, str, int]:
-        """Address, incarnation and process id of one actor."""
-        return await self._info(self._specs[worker_id])
+    async def remove(self, worker_id: str) -> None:
+        self._server.remove(worker_id)
 
-    async def stop(self, grace_s: float = 1.0) -> None:
-        """Ends this cluster's actors, the router first so that requests may finish, and Ray if it was started here."""
-        router = self._actors.pop(ROUTER_ID, None)
-        if router:
-            await self._end(router, grace_s)
-        await asyncio.gather(*(self._end(actor, grace_s) for actor in self._actors.values()))
-        self._actors.clear()
-        import_ray().shutdown()
-        if self._temp_dir:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+    async def publish(self, pools: tuple[PoolState, ...]) -> None:
+        self._server.pools.states = pools
 
-    def _connect(self) -> None:
-        """Raises Unavailable RAY_UNREACHABLE."""
-        settings = self._config.ray
-        self._owns_ray = not settings.address
-        check_ray_address(settings.address)
-        ray = import_ray(local=self._owns_ray)
-        where = self._local_ray() if self._owns_ray else {"address": settings.address}
-        try:
-            ray.init(namespace=settings.namespace, log_to_driver=False, logging_level="error", **where)
-        except (ConnectionError, RuntimeError) as error:
-            raise Unavailable("RAY_UNREACHABLE", f"no Ray at {settings.address or 'this machine'}: {error}") from error
+    async def published(self) -> tuple[PoolState, ...]:
+        states: tuple[PoolState, ...] = self._server.pools.states
+        return states
 
-    def _local_ray(self) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "address": "local",
-            "num_cpus": self._config.ray.num_cpus,
-            "include_dashboard": False,
-            "object_store_memory": self._config.ray.object_store_mib << 20,
-        }
-        if len(tempfile.gettempdir()) > MAX_TEMP_DIR:
-            return options
-        self._temp_dir = tempfile.mkdtemp(prefix="dw-")
-        return options | {"_temp_dir": self._temp_dir}
+    async def _keep_registered(self) -> None:
+        """It is the one that others register with."""
 
-    def _plan(self) -> Iterator[ActorSpec]:
-        config = self._config
-        settings = config.router.settings
-        if self._owns_ray:
-            settings = settings.model_copy(update={"listen": _fixed_port(settings.listen)})
-        yield self._spec("router", 0, settings, config.router.actor)
-        numbers = {"verifier": iter(range(10**6)), "draft": iter(range(10**6))}
-        for role, pools in (("verifier", config.verifiers), ("draft", config.drafts)):
-            for pool in pools:
-                for _ in range(pool.count):
-                    yield self._spec(role, next(numbers[role]), pool.settings, pool.actor)
-
-    def _spec(self, role: str, number: int, settings: Settings, actor: ActorSettings) -> ActorSpec:
-        return ActorSpec(role, f"{role}-{number}", settings, actor, self._servers[role], not self._owns_ray)
-
-    def _create(self, spec: ActorSpec) -> Any:
+    async def _scale(self, asked: Mapping[str, int]) -> Sequence[PoolState]:
         ray = import_ray()
-        place = spec.actor
-        options: dict[str, Any] = {
-            "name": self._name(spec.worker_id),
-            "namespace": self._config.ray.namespace,
-            "max_restarts": -1,
-            "max_concurrency": CONTROL_CALLS,
-            "max_pending_calls": PENDING_CALLS,
-            "num_cpus": place.num_cpus,
-            "num_gpus": place.num_gpus,
-            "resources": place.resources,
-        }
-        if place.label_selector:
-            options["label_selector"] = place.label_selector
-        if not self._owns_ray:
-            options |= {"lifetime": "detached", "get_if_exists": True}
-        actor = ray.remote(RoleActor).options(**options)
-        return actor.remote(spec, self._name(ROUTER_ID), self._config.ray.namespace)
+        try:
+            states: Sequence[PoolState] = await _actor(self._spec.plan, CONTROLLER_ID).scale.remote(dict(asked))
+        except (ValueError, ray.exceptions.RayError) as error:
+            if told := verdict(error):
+                raise told from error
+            message = f"the controller cannot be reached: {cause(error)}"
+            raise Unavailable("NO_CONTROLLER", message, retry_after_ms=1000) from error
+        return states
 
-    def _name(self, worker_id: str) -> str:
-        return f"{self._config.name}-{worker_id}"
 
-    async def _info(self, spec: ActorSpec) -> tuple[str, str, int]:
-        """Waits for the actor's constructor. Raises Unavailable ACTOR_FAILED."""
-        told: tuple[str, str, int] = await self._control(spec, "info")
-        return told
+class ControllerActor:
+    """An actor around the controller."""
 
-    async def _born(self, spec: ActorSpec) -> None:
-        """Waits until the actor serves, over restarts. Raises Unavailable ACTOR_FAILED."""
-        await self._control(spec, "ready")
+    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Ray awaits it
+        configure_logging(CONTROLLER_ID, json=True)
+        config = plan.config
+        counts = {pool.name: pool.count for pool in config.pools}
+        self._fleet = RayFleet(plan)
+        self._controller = Controller(
+            plan.limits(), counts, self._fleet, config.scaling, asks_for_nodes=config.ray.autoscaler
+        )
+        self._running = asyncio.create_task(self._controller.run())
 
-    async def _control(self, spec: ActorSpec, method: str) -> Any:
+    async def info(self) -> int:
+        """Process id."""
+        return os.getpid()
+
+    async def status(self) -> ControllerStatus:
+        return self._controller.status()
+
+    async def scale(self, asked: dict[str, int]) -> tuple[PoolState, ...]:
+        return self._controller.scale(asked)
+
+    async def end(self, grace_s: float) -> None:
+        """Ends all actors but this one, the router first so that requests may finish."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self._controller.stop()
+        await self._fleet.end(grace_s)
+
+
+class RayFleet:
+    """See ``router.controller.Fleet``."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._pools = {pool.name: pool for pool in plan.config.pools}
+        self._roles = {limits.name: limits.role for limits in plan.limits()}
+
+    async def actors(self) -> dict[str, bool]:
+        found = {}
+        for worker_id in await self.existing():
+            try:
+                async with asyncio.timeout(STOP_SLACK_S):  # one that starts or waits for a node does not answer
+                    found[worker_id] = await self._ask(worker_id, "stopping")
+            except (TimeoutError, Unavailable):
+                found[worker_id] = False
+        return found
+
+    async def existing(self) -> set[str]:
+        return await existing(self._plan) - {ROUTER_ID, CONTROLLER_ID}
+
+    async def ensure_router(self) -> str:
+        try:
+            _actor(self._plan, ROUTER_ID)
+        except ValueError:
+            section = self._plan.config.router
+            create(RouterActor, ActorSpec("router", ROUTER_ID, section.settings, section.actor, self._plan))
+        address: str = (await self._ask(ROUTER_ID, "info"))[0]
+        return address
+
+    def create(self, pool: str, worker_id: str) -> None:
+        chosen = self._pools[pool]
+        create(RoleActor, ActorSpec(self._roles[pool], worker_id, chosen.settings, chosen.actor, self._plan))
+
+    async def born(self, worker_id: str) -> None:
         ray = import_ray()
         while True:
             try:
-                return await getattr(self._actors[spec.worker_id], method).remote()
+                await _actor(self._plan, worker_id).ready.remote()
+                return
             except ray.exceptions.ActorUnavailableError:  # it is being restarted
                 await asyncio.sleep(POLL_S)
-            except ray.exceptions.RayError as error:
-                raise Unavailable("ACTOR_FAILED", f"{spec.worker_id} does not start: {_cause(error)}") from error
+            except (ValueError, ray.exceptions.RayError) as error:
+                raise Unavailable("ACTOR_FAILED", f"{worker_id} does not start: {cause(error)}") from error
 
-    async def _report(self, specs: list[ActorSpec], progress: ProgressCallback) -> set[str]:
-        """Tells how far the workers are; returns who is not ready."""
-        known = await self.workers()
-        steps = [_progress(spec, known.get(spec.worker_id)) for spec in specs]
-        for step in steps:
-            progress(step)
-        return {step.worker_id for step in steps if step.stage != "ready"}
+    async def stop(self, worker_id: str, grace_s: float) -> None:
+        try:
+            async with asyncio.timeout(grace_s + STOP_SLACK_S):
+                await self._ask(worker_id, "stop", grace_s)
+        except TimeoutError:
+            log.info("actor_not_stopped_gently", worker_id=worker_id)
 
-    def _raise_failed(self, births: list[asyncio.Task[None]]) -> None:
-        for birth in births:
-            if birth.done() and (error := birth.exception()):
-                raise error
+    async def kill(self, worker_id: str) -> None:
+        kill(self._plan, worker_id)
 
-    async def _end(self, actor: Any, grace_s: float) -> None:
+    async def workers(self) -> list[WorkerState]:
+        states: list[WorkerState] = await self._ask(ROUTER_ID, "workers")
+        return states
+
+    async def drain(self, worker_id: str) -> None:
+        await self._ask(ROUTER_ID, "drain", worker_id)
+
+    async def remove(self, worker_id: str) -> None:
+        await self._ask(ROUTER_ID, "remove", worker_id)
+
+    async def publish(self, pools: Sequence[PoolState]) -> None:
+        await self._ask(ROUTER_ID, "publish", tuple(pools))
+
+    async def request_nodes(self, counts: Mapping[str, int]) -> None:
+        places = [self._plan.config.router.actor]
+        places += [self._pools[name].actor for name, count in counts.items() for _ in range(count)]
+        await asyncio.to_thread(_request, [bundle(place) for place in places], [p.label_selector for p in places])
+
+    async def published(self) -> dict[str, int]:
+        states: tuple[PoolState, ...] = await self._ask(ROUTER_ID, "published")
+        return {state.limits.name: state.wanted for state in states}
+
+    async def end(self, grace_s: float) -> None:
+        """Ends the router, then all workers; asks for no nodes any more."""
+        if self._plan.config.ray.autoscaler:
+            await asyncio.to_thread(_request, [], [])
+        await self._end(ROUTER_ID, grace_s)
+        await asyncio.gather(*(self._end(worker_id, grace_s) for worker_id in await self.existing()))
+
+    async def _end(self, worker_id: str, grace_s: float) -> None:
+        try:
+            await self.stop(worker_id, grace_s)
+        except DraftwoodError as error:
+            log.info("actor_not_stopped_gently", worker_id=worker_id, error=str(error))
+        kill(self._plan, worker_id)
+
+    async def _ask(self, worker_id: str, method: str, *arguments: Any) -> Any:
+        """Raises what the actor raised of ours, else Unavailable ACTOR_FAILED."""
         ray = import_ray()
         try:
-            async with asyncio.timeout(grace_s + 1.0):
-                await actor.stop.remote(grace_s)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            log.info("actor_not_stopped_gently", error=_cause(error))
-        ray.kill(actor, no_restart=True)
+            return await getattr(_actor(self._plan, worker_id), method).remote(*arguments)
+        except (ValueError, ray.exceptions.RayError) as error:
+            if told := verdict(error):
+                raise told from error
+            raise Unavailable("ACTOR_FAILED", f"{worker_id} does not answer: {cause(error)}") from error
 
 
-def check_ray_address(address: str) -> None:
-    """Ray itself would go on trying for minutes. Raises Unavailable RAY_UNREACHABLE if nobody listens at host:port."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():  # "auto", or a Ray started here
-        return
+def bundle(place: ActorSettings) -> dict[str, float]:
+    """What a node must have for the actor, as Ray's autoscaler wants to be told; something in any case."""
+    needs = {"CPU": place.num_cpus, "GPU": place.num_gpus, **place.resources}
+    return {name: amount for name, amount in needs.items() if amount} or {"CPU": SOME_CPU}
+
+
+def _request(bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
+    import_ray()
+    importlib.import_module("ray.autoscaler.sdk").request_resources(bundles=bundles, bundle_label_selectors=selectors)
+
+
+def create(kind: type, spec: ActorSpec) -> None:
+    """Creates the actor if there is none of that name; returns at once."""
+    place = spec.actor
+    options: dict[str, Any] = {
+        "num_cpus": place.num_cpus,
+        "num_gpus": place.num_gpus,
+        "resources": place.resources,
+    }
+    if place.label_selector:
+        options["label_selector"] = place.label_selector
+    named(kind, spec.plan, spec.worker_id, **options).remote(spec)
+
+
+def named(kind: type, plan: Plan, worker_id: str, **options: Any) -> Any:
+    """The actor class with what all our actors have in common."""
+    return (
+        import_ray()
+        .remote(kind)
+        .options(
+            name=plan.name(worker_id),
+            namespace=plan.config.ray.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=CONTROL_CALLS,
+            max_pending_calls=PENDING_CALLS,
+            **options,
+        )
+    )
+
+
+async def existing(plan: Plan) -> set[str]:
+    """Worker ids of the cluster's actors, router and controller included."""
+    names = await asyncio.to_thread(import_ray().util.list_named_actors, all_namespaces=True)
+    ours, prefix = plan.config.ray.namespace, plan.name("")
+    found = {actor["name"] for actor in names if actor["namespace"] == ours}
+    return {name.removeprefix(prefix) for name in found if name.startswith(prefix)}
+
+
+def kill(plan: Plan, worker_id: str) -> None:
+    """Ends the actor for good, if it is there."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), RAY_ANSWERS_S).close()
-    except OSError as error:
-        raise Unavailable("RAY_UNREACHABLE", f"no Ray at {address}: {error}") from error
+        actor = _actor(plan, worker_id)
+    except ValueError:
+        return
+    import_ray().kill(actor, no_restart=True)
+
+
+def _actor(plan: Plan, worker_id: str) -> Any:
+    """Raises ValueError if there is none."""
+    return import_ray().get_actor(plan.name(worker_id), namespace=plan.config.ray.namespace)
+
+
+def verdict(error: BaseException) -> DraftwoodError | None:
+    """What an actor's method raised, if it is an error of ours."""
+    raised = getattr(error, "cause", None)
+    return raised if isinstance(raised, DraftwoodError) else None
 
 
 def import_ray(*, local: bool = False) -> Any:
@@ -345,43 +408,13 @@ def _load(path: str) -> Callable[[Settings], Server]:
 def _settings_here(spec: ActorSpec) -> Settings:
     """The settings with the node's own IP in place of a loopback address that other nodes cannot reach."""
     host, _, port = spec.settings.listen.rpartition(":")
-    if host != LOOPBACK or not spec.across_nodes:
+    if host != LOOPBACK or not spec.plan.across_nodes:
         return spec.settings
     ip = import_ray().util.get_node_ip_address()
     return spec.settings.model_copy(update={"listen": f"{ip}:{port}"})
 
 
-def _fixed_port(listen: str) -> str:
-    """The address with a free port in place of 0, so that a restarted router is found where it was."""
-    host, _, port = listen.rpartition(":")
-    if port != "0":
-        return listen
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
-
-
-def _changes(progress: ProgressCallback) -> ProgressCallback:
-    """Passes on what differs from the last word about the same worker."""
-    last: dict[str, Progress] = {}
-
-    def tell(step: Progress) -> None:
-        if last.get(step.worker_id) != step:
-            last[step.worker_id] = step
-            progress(step)
-
-    return tell
-
-
-def _progress(spec: ActorSpec, state: WorkerState | None) -> Progress:
-    begun = Progress(spec.role, spec.worker_id, "starting")
-    if state is None:
-        return begun
-    stages: dict[str, Stage] = {"STARTING": "loading", "READY": "ready", "LOST": "lost", "DRAINING": "lost"}
-    return replace(begun, stage=stages[state.health], address=state.address)
-
-
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """The last line of an error, which in Ray's is the original exception."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +24,8 @@ from router.balancing import DraftView, VerifierView
 
 MAX_WORKERS = 1024
 MAX_FENCED = 4096
+SMOOTH = 0.2
+"""Weight of the last value in running means."""
 
 
 class Role(enum.StrEnum):
@@ -62,6 +64,11 @@ class Worker:
     verifier_load: verifier_pb2.VerifierServiceWatchLoadResponse | None = None
     draft_load: draft_pb2.DraftServiceWatchLoadResponse | None = None
     sessions: int = 0  # of this router
+    sessions_told: int = 0  # of this router, when the last load report came
+    leaving: bool = False  # the controller takes it out of its pool
+    rtt_ms: float = 0.0  # of calls to it, a running mean; 0: none yet
+    accepted: float | None = None  # drafts: draft tokens a step of sessions that it served, a running mean
+    unfit: set[str] = field(default_factory=set)  # drafts: models whose tokenizer is another one
     calls: set[Call] = field(default_factory=set)
 
     @property
@@ -77,14 +84,34 @@ class Worker:
         if not (self.ready and self.model and self.verifier_load):
             return None
         load = self.verifier_load
-        sessions = max(self.sessions, load.running + load.waiting)
-        return VerifierView(self.address, self.model.name, sessions, load.max_sessions)
+        sessions = self._sessions_now(load.running + load.waiting)
+        held = 1 - load.free_pages / load.total_pages if load.total_pages else 0.0
+        return VerifierView(self.address, self.model.name, sessions, load.max_sessions, load.step_ms, held)
 
-    def draft_view(self) -> DraftView | None:
+    def draft_view(self, canary_failed: bool) -> DraftView | None:
         if not (self.ready and self.draft and self.draft_load):
             return None
         load = self.draft_load
-        return DraftView(self.address, self.draft.kind, max(self.sessions, load.sessions), load.max_sessions)
+        sessions = self._sessions_now(load.sessions)
+        accepted = 0.0 if canary_failed else self.accepted
+        kind = self.draft.kind
+        return DraftView(self.address, kind, sessions, load.max_sessions, load.round_ms, self.rtt_ms, accepted)
+
+    def _sessions_now(self, told: int) -> int:
+        """What it told, and what this router has added or taken away since."""
+        return max(self.sessions, told + self.sessions - self.sessions_told)
+
+    def took(self, call_ms: float) -> None:
+        """A call to the worker has taken so long."""
+        self.rtt_ms = _smooth(self.rtt_ms, call_ms) if self.rtt_ms else call_ms
+
+    def helped(self, accepted: float) -> None:
+        """A session that it served has ended, with so many draft tokens a step."""
+        self.accepted = accepted if self.accepted is None else _smooth(self.accepted, accepted)
+
+
+def _smooth(mean: float, value: float) -> float:
+    return mean + SMOOTH * (value - mean)
 
 
 async def reached(event: asyncio.Event, timeout_s: float) -> None:
@@ -134,7 +161,24 @@ class Registry:
         elif worker.incarnation != incarnation:
             raise FailedPrecondition("FENCED", f"{worker.address} is now another process than {worker.worker_id}")
 
+    def drain(self, worker_id: str) -> None:
+        """Nothing new for that worker from now on; drafts hand their sessions over. Unknown ones are no error."""
+        for worker in self._named(worker_id):
+            worker.leaving = True
+            if worker.ready:
+                self.set_health(worker, Health.DRAINING)
+
+    def remove(self, worker_id: str) -> None:
+        """Forgets the worker for good: its calls are broken off, its incarnation is fenced."""
+        for worker in self._named(worker_id):
+            self._leave(worker, fence=True)
+
+    def _named(self, worker_id: str) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.worker_id == worker_id]
+
     def set_health(self, worker: Worker, health: Health) -> None:
+        if worker.leaving and health is Health.READY:
+            health = Health.DRAINING
         if worker.health is not health:
             worker.health = health
             self.notify()
@@ -162,8 +206,15 @@ class Registry:
     def verifier_views(self) -> list[VerifierView]:
         return [view for worker in self.workers(Role.VERIFIER) if (view := worker.verifier_view())]
 
-    def draft_views(self) -> list[DraftView]:
-        return [view for worker in self.workers(Role.DRAFT) if (view := worker.draft_view())]
+    def draft_views(self, model: str, failed: Collection[str]) -> list[DraftView]:
+        """Of the draft workers that may fit the model; ``failed`` are the incarnations that failed a canary."""
+        fitting = (worker for worker in self.workers(Role.DRAFT) if model not in worker.unfit)
+        return [view for worker in fitting if (view := worker.draft_view(worker.incarnation in failed))]
+
+    def failed_canaries(self) -> set[str]:
+        """Incarnations of the draft workers whose guesses on a canary were wrong."""
+        loads = [worker.verifier_load for worker in self.workers(Role.VERIFIER) if worker.verifier_load]
+        return {result.incarnation for load in loads for result in load.canaries if result.failed}
 
     async def changed(self, timeout_s: float) -> None:
         """Returns when any worker has joined, left or changed its health, at the latest after ``timeout_s``."""

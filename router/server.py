@@ -7,12 +7,11 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 
 import grpc.aio
 
 from draftwood.config import RouterSettings
-from draftwood.errors import DraftwoodError, InvalidArgument, ResourceExhausted, Unavailable
+from draftwood.errors import DraftwoodError, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from draftwood.rpc.access import CALLER, Access, tls_files
 from draftwood.rpc.channel import Dialer
 from draftwood.rpc.server import RpcServer
@@ -22,14 +21,15 @@ from draftwood.telemetry import serve_metrics
 from draftwood.v1 import router_pb2, verifier_pb2
 from draftwood.wire import error_to_proto
 from router.choices import check_choices, choice_events
+from router.chooser import Chooser
 from router.clients import ClientBook
 from router.figures import publish_figures
 from router.generation import RETRY_MS
 from router.links import Links
 from router.quotas import Quotas, admitted, metered
-from router.registry import Registry, Role, reached
-from router.state import RouterState
-from router.status import router_status
+from router.registry import Registry, Role, Worker, reached
+from router.state import Pools, RouterState, WorkerState
+from router.status import pool_status, router_status, worker_state
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_CONTROL_CALLS = 64
@@ -40,16 +40,6 @@ LONGEST_DEADLINE_S = 366 * 86400.0
 """gRPC names a deadline of centuries where there is none."""
 
 Context = grpc.aio.ServicerContext[object, object]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """A worker as the cluster's controller sees it."""
-
-    role: str
-    worker_id: str
-    address: str
-    health: str
 
 
 class RouterServer:
@@ -63,8 +53,8 @@ class RouterServer:
             tls_files(settings), insecure=settings.insecure, tokens=book, certificates=settings.client_certificates
         )
         self._links = Links(settings.reconnect_s, dialer=Dialer(tls_files(settings)))
-        self._registry = Registry(on_join=lambda w: self._links.start(self._registry, w), on_leave=self._links.end)
-        self._state = RouterState(settings, self._registry, rng or random.Random())
+        self._registry = Registry(on_join=lambda w: self._links.start(self._registry, w), on_leave=self._left)
+        self._state = RouterState(settings, self._registry, Chooser(self._registry, rng or random.Random()))
         self._service = RouterServicer(self._state, self.incarnation, Quotas(book) if book else None)
         self._rpc = RpcServer(
             max_message_bytes=MAX_MESSAGE_BYTES,
@@ -72,6 +62,10 @@ class RouterServer:
             access=access,
         )
         self._rpc.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], self._service)
+
+    def _left(self, worker: Worker) -> None:
+        self._links.end(worker)
+        self._state.chooser.forget(worker)
 
     async def start(self) -> str:
         """Serves; returns the bound address."""
@@ -94,10 +88,20 @@ class RouterServer:
         self._registry.register(Role(role), worker_id, address, incarnation)
 
     def workers(self) -> list[WorkerState]:
-        return [
-            WorkerState(worker.role.value, worker.worker_id, worker.address, worker.health.name)
-            for worker in self._registry.workers()
-        ]
+        return [worker_state(worker) for worker in self._registry.workers()]
+
+    def drain(self, worker_id: str) -> None:
+        """See ``Registry.drain``."""
+        self._registry.drain(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        """See ``Registry.remove``."""
+        self._registry.remove(worker_id)
+
+    @property
+    def pools(self) -> Pools:
+        """What the controller tells, and how it is reached."""
+        return self._state.pools
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Takes no more requests, lets those that run finish within ``grace_s``, then ends."""
@@ -155,6 +159,14 @@ class RouterServicer:
         self, request: router_pb2.ListModelsRequest, context: Context
     ) -> router_pb2.ListModelsResponse:
         return router_pb2.ListModelsResponse(models=self._state.registry.models().values())
+
+    async def ScalePool(self, request: router_pb2.ScalePoolRequest, context: Context) -> router_pb2.ScalePoolResponse:
+        scale = self._state.pools.scale
+        if scale is None:
+            raise FailedPrecondition("NO_CONTROLLER", "this router's workers are not kept by a controller")
+        if not request.counts:
+            raise InvalidArgument("POOL_LIMIT", "no pool is named", field="counts")
+        return router_pb2.ScalePoolResponse(pools=map(pool_status, await scale(dict(request.counts))))
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests; returns when none runs, at the latest after ``grace_s``."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from draftwood.config import RouterSettings
+from router.autoscaling import WorkerLoad
+from router.chooser import Chooser
 from router.registry import Registry
+from router.scaling import PoolState
 
 
 @dataclass(slots=True)
@@ -21,6 +23,18 @@ class Counters:
     requests_failed: int = 0
     draft_reattachments: int = 0
     verifier_migrations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker as the cluster's controller sees it."""
+
+    role: str
+    worker_id: str
+    address: str
+    health: str
+    sessions: int  # of this router, and those of others that the worker tells of
+    load: WorkerLoad | None = None  # of a worker that is ready
 
 
 class Background:
@@ -41,10 +55,19 @@ class Background:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+class Pools:
+    """The pools that a controller keeps, and the way to it; a router without one has none."""
+
+    def __init__(self) -> None:
+        self.states: tuple[PoolState, ...] = ()
+        self.scale: Callable[[Mapping[str, int]], Awaitable[Sequence[PoolState]]] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RouterState:
     settings: RouterSettings
     registry: Registry
-    rng: random.Random
+    chooser: Chooser
     counters: Counters = field(default_factory=Counters)
     background: Background = field(default_factory=Background)
+    pools: Pools = field(default_factory=Pools)

@@ -19,7 +19,7 @@ from pathlib import Path
 from draftwood.config import load_cluster_config
 from draftwood.errors import DraftwoodError
 from draftwood.telemetry import configure_logging
-from router.pools import Cluster
+from router.cluster import Cluster
 
 STOP_GRACE_S = 5.0
 A_DAY_S = 86400.0

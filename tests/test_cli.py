@@ -6,7 +6,7 @@ import asyncio
 import io
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from draftwood.config import load_cluster_config
 from draftwood.console import StartView, logprob_table, show_chunk, status_tables, summary
 from draftwood.demo import PROMPTS, Pair, Run, compare, judge, pair_table
 from draftwood.v1 import draft_pb2, verifier_pb2
+from router.scaling import PoolLimits, PoolState
 from router.supervisor import ClusterRecord, is_running, read_record, state_path, write_record
 from tests.router.harness import ScriptedCluster
 from tests.router.scripted import scripted_text
@@ -206,6 +207,34 @@ def test_the_status_marks_a_draft_that_failed_its_canary() -> None:
     assert rows[0] == rows[2] and "canary" not in rows[0], (
         "of one that has passed, or has not been tried, nothing is said"
     )
+
+
+async def test_scale_sends_the_sizes_and_shows_the_pools(cluster: ScriptedCluster) -> None:
+    await cluster.serve([await cluster.verifier()])
+    where = ("--address", cluster.address)
+    outcome = await draftwood("scale", "draft=4", *where)
+    assert outcome.code == 1 and outcome.err.startswith("error: NO_CONTROLLER: ")
+    asked: list[Mapping[str, int]] = []
+
+    async def scale(counts: Mapping[str, int]) -> list[PoolState]:
+        asked.append(counts)
+        limits = PoolLimits("draft", "draft", 0, 8, 1.0), PoolLimits("verifier", "verifier", 1, None, 1.0)
+        return [PoolState(limits[0], 4, 3, 1, 0, error="no such model"), PoolState(limits[1], 2, 2, 2, 1)]
+
+    cluster.router.pools.scale = scale
+    cluster.router.pools.states = tuple(await scale({}))
+    outcome = await draftwood("scale", "draft=4", "verifier=2", *where)
+    shown = await draftwood("status", *where)
+    assert asked[1:] == [{"draft": 4, "verifier": 2}], outcome.err
+    for out in (outcome.out, shown.out):
+        rows = [" ".join(line.split()) for line in out.splitlines()]
+        assert "draft draft 4 1/3 0 0 to 8 no such model" in rows and "verifier verifier 2 2/2 1 1 to any" in rows
+
+
+@pytest.mark.parametrize("counts", [("draft",), ("draft=",), ("draft=-1",), ("=2",), ("draft=1", "draft=2"), ()])
+async def test_a_size_that_is_none_is_refused(counts: tuple[str, ...]) -> None:
+    outcome = await draftwood("scale", *counts, "--address", "127.0.0.1:1")
+    assert outcome.code == 2 and "COUNTS" in outcome.err.upper()
 
 
 def test_log_probabilities_are_a_table() -> None:

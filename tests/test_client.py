@@ -246,6 +246,8 @@ class SkippingRouter:
 
     async def ListModels(self, request: Any, context: Any) -> Any: ...
 
+    async def ScalePool(self, request: Any, context: Any) -> Any: ...
+
 
 class BreakingRouter(SkippingRouter):
     """Breaks the first call: one of its texts has ended, one has begun, one has not. Is not back at once."""

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from draftwood.cli import app
 from draftwood.config import ClusterConfig, load_cluster_config
 from draftwood.errors import InvalidArgument
+from router.pools import import_ray
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -75,6 +76,7 @@ def test_the_examples_are_what_their_names_say() -> None:
 
 def prepared(config: dict[str, Any]) -> dict[str, Any]:
     """As ``ray up`` does before it asks a provider for anything; raises what it would."""
+    import_ray(local=True)  # with the token that all tests of this process share
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     ready: dict[str, Any] = prepare_config(copy.deepcopy(config))

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("draftwood", "draft_service", "verifier_service", "router")
-RAY_MODULES = {"router.pools"}
+RAY_MODULES = {"router.cluster", "router.pools"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper"}
 
 

@@ -76,6 +76,9 @@ class Router:
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Context) -> object:
         return {"not": "a message"}
 
+    async def ScalePool(self, request: router_pb2.ScalePoolRequest, context: Context) -> router_pb2.ScalePoolResponse:
+        return router_pb2.ScalePoolResponse()
+
 
 class Verifier:
     """Answers a broken message in-band, and each good one with as many stops as it has leaves."""

@@ -100,6 +100,7 @@ class Totals:
     preemptions: int = 0
     step_s: float = 0.0  # mean of the last steps
     width: float = 0.0  # nodes a session in the last step
+    narrow: int = 0  # steps of several sessions with drafts in which no node was worth its time
 
 
 class Engine:
@@ -463,6 +464,8 @@ class Engine:
         out.step_s, out.verified, out.width_reason = now - began, nodes, self.planner.reason
         totals.step_s = now - began if not totals.step_s else 0.9 * totals.step_s + 0.1 * (now - began)
         totals.width = nodes / max(1, len(out.emitted))
+        drafted = sum(bool(part.session.drafts) for part in parts)
+        totals.narrow += not nodes and drafted > 1 and self.planner.reason in ("shut", "cost")
         self._unaudited += 1
         if self._unaudited >= AUDIT_STEPS:
             self.audit()

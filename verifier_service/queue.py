@@ -17,6 +17,7 @@ PATIENCE_S = 30.0
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     due_s: float
+    arrived_s: float
     request: GenerateRequest
 
 
@@ -31,7 +32,11 @@ class AdmissionQueue:
 
     def push(self, request: GenerateRequest, now: float) -> None:
         patience_s = min(PATIENCE_S, request.deadline_ms / 1e3) if request.deadline_ms else PATIENCE_S
-        insort(self._waiting, _Waiting(now + patience_s, request), key=lambda waiting: waiting.due_s)
+        insort(self._waiting, _Waiting(now + patience_s, now, request), key=lambda waiting: waiting.due_s)
+
+    def longest_wait_s(self, now: float) -> float:
+        """How long the request that arrived first of those here has waited; 0 if there is none."""
+        return max((now - waiting.arrived_s for waiting in tuple(self._waiting)), default=0.0)
 
     @property
     def first(self) -> GenerateRequest:

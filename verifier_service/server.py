@@ -373,6 +373,8 @@ class VerifierServer:
             report.nodes_verified, report.nodes_accepted = totals.verified, totals.accepted
             report.nodes_stale, report.growths_refused = totals.stale, totals.refused
             report.step_ms, report.width = totals.step_s * 1e3, totals.width
+            report.narrow_steps = totals.narrow
+            report.queue_wait_ms = engine.waiting.longest_wait_s(engine.clock()) * 1e3
             report.canaries.extend(_canary(link) for link in self._links.values() if link.canary)
         return report
 

@@ -25,7 +25,7 @@ from serving.demo import CONFIG, START_TIMEOUT_S, TOKENS, serve_clients
 from draftwood.client import DraftwoodClient
 from draftwood.config import load_cluster_config
 from draftwood.console import watch_start
-from router.pools import Cluster
+from router.cluster import Cluster
 
 ANSWERS = {1: 3, 2: 3, 4: 3, 8: 3, 16: 2}
 """Prompts that each client sends in a round, by the number of clients."""

@@ -23,7 +23,7 @@ from draftwood.client import Chunk, DraftwoodClient, Message
 from draftwood.config import load_cluster_config
 from draftwood.console import watch_start
 from draftwood.demo import PROMPTS, compare, judge
-from router.pools import Cluster
+from router.cluster import Cluster
 
 CONFIG = ROOT / "deploy" / "examples" / "demo.yaml"
 TOKENS = 64

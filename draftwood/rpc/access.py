@@ -28,6 +28,7 @@ ALLOWED: Final[Mapping[str, frozenset[Role]]] = {
     "draftwood.v1.RouterService/ListModels": _CLIENTS,
     "draftwood.v1.RouterService/GetStatus": _ADMINS,
     "draftwood.v1.RouterService/WatchStatus": _ADMINS,
+    "draftwood.v1.RouterService/ScalePool": _ADMINS,
     "draftwood.v1.VerifierService/Generate": _ROUTER,
     "draftwood.v1.VerifierService/GetModelInfo": _ROUTER,
     "draftwood.v1.VerifierService/WatchLoad": _ROUTER,

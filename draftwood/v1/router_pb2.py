@@ -26,15 +26,17 @@ from draftwood.v1 import draft_pb2 as draftwood_dot_v1_dot_draft__pb2
 from draftwood.v1 import verifier_pb2 as draftwood_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64raftwood/v1/router.proto\x12\x0c\x64raftwood.v1\x1a\x18\x64raftwood/v1/draft.proto\x1a\x1b\x64raftwood/v1/verifier.proto\"[\n\x1cRouterServiceGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\ngeneration\x18\x02 \x01(\x0b\x32\x18.draftwood.v1.Generation\"M\n\x1dRouterServiceGenerateResponse\x12,\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1d.draftwood.v1.GenerationEvent\"\x12\n\x10GetStatusRequest\"9\n\x11GetStatusResponse\x12$\n\x06status\x18\x01 \x01(\x0b\x32\x14.draftwood.v1.Status\"\x14\n\x12WatchStatusRequest\";\n\x13WatchStatusResponse\x12$\n\x06status\x18\x01 \x01(\x0b\x32\x14.draftwood.v1.Status\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.draftwood.v1.ModelInfo\"\xf6\x01\n\x06Status\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12/\n\tverifiers\x18\x02 \x03(\x0b\x32\x1c.draftwood.v1.VerifierStatus\x12)\n\x06\x64rafts\x18\x03 \x03(\x0b\x32\x19.draftwood.v1.DraftStatus\x12\x10\n\x08requests\x18\x04 \x01(\r\x12\x16\n\x0erequests_total\x18\x05 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x06 \x01(\x04\x12\x1b\n\x13\x64raft_reattachments\x18\x07 \x01(\x04\x12\x1b\n\x13verifier_migrations\x18\x08 \x01(\x04\"\xbf\x01\n\x0eVerifierStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12$\n\x06health\x18\x02 \x01(\x0e\x32\x14.draftwood.v1.Health\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.draftwood.v1.ModelInfo\x12<\n\x04load\x18\x04 \x01(\x0b\x32..draftwood.v1.VerifierServiceWatchLoadResponse\x12\x10\n\x08sessions\x18\x05 \x01(\r\"\xb9\x01\n\x0b\x44raftStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12$\n\x06health\x18\x02 \x01(\x0e\x32\x14.draftwood.v1.Health\x12&\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x17.draftwood.v1.DraftInfo\x12\x39\n\x04load\x18\x04 \x01(\x0b\x32+.draftwood.v1.DraftServiceWatchLoadResponse\x12\x10\n\x08sessions\x18\x05 \x01(\r*m\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x13\n\x0fHEALTH_STARTING\x10\x01\x12\x10\n\x0cHEALTH_READY\x10\x02\x12\x0f\n\x0bHEALTH_LOST\x10\x03\x12\x13\n\x0fHEALTH_DRAINING\x10\x04\x32\xeb\x02\n\rRouterService\x12\x65\n\x08Generate\x12*.draftwood.v1.RouterServiceGenerateRequest\x1a+.draftwood.v1.RouterServiceGenerateResponse0\x01\x12L\n\tGetStatus\x12\x1e.draftwood.v1.GetStatusRequest\x1a\x1f.draftwood.v1.GetStatusResponse\x12T\n\x0bWatchStatus\x12 .draftwood.v1.WatchStatusRequest\x1a!.draftwood.v1.WatchStatusResponse0\x01\x12O\n\nListModels\x12\x1f.draftwood.v1.ListModelsRequest\x1a .draftwood.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64raftwood/v1/router.proto\x12\x0c\x64raftwood.v1\x1a\x18\x64raftwood/v1/draft.proto\x1a\x1b\x64raftwood/v1/verifier.proto\"[\n\x1cRouterServiceGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\ngeneration\x18\x02 \x01(\x0b\x32\x18.draftwood.v1.Generation\"M\n\x1dRouterServiceGenerateResponse\x12,\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1d.draftwood.v1.GenerationEvent\"\x12\n\x10GetStatusRequest\"9\n\x11GetStatusResponse\x12$\n\x06status\x18\x01 \x01(\x0b\x32\x14.draftwood.v1.Status\"\x14\n\x12WatchStatusRequest\";\n\x13WatchStatusResponse\x12$\n\x06status\x18\x01 \x01(\x0b\x32\x14.draftwood.v1.Status\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.draftwood.v1.ModelInfo\"}\n\x10ScalePoolRequest\x12:\n\x06\x63ounts\x18\x01 \x03(\x0b\x32*.draftwood.v1.ScalePoolRequest.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"<\n\x11ScalePoolResponse\x12\'\n\x05pools\x18\x01 \x03(\x0b\x32\x18.draftwood.v1.PoolStatus\"\x9f\x02\n\x06Status\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12/\n\tverifiers\x18\x02 \x03(\x0b\x32\x1c.draftwood.v1.VerifierStatus\x12)\n\x06\x64rafts\x18\x03 \x03(\x0b\x32\x19.draftwood.v1.DraftStatus\x12\x10\n\x08requests\x18\x04 \x01(\r\x12\x16\n\x0erequests_total\x18\x05 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x06 \x01(\x04\x12\x1b\n\x13\x64raft_reattachments\x18\x07 \x01(\x04\x12\x1b\n\x13verifier_migrations\x18\x08 \x01(\x04\x12\'\n\x05pools\x18\t \x03(\x0b\x32\x18.draftwood.v1.PoolStatus\"\xb2\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06wanted\x18\x03 \x01(\r\x12\x0f\n\x07present\x18\x04 \x01(\r\x12\r\n\x05ready\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\r\x12\x0b\n\x03min\x18\x07 \x01(\r\x12\x10\n\x03max\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\x10\n\x08\x64\x65\x63ision\x18\n \x01(\tB\x06\n\x04_max\"\xbf\x01\n\x0eVerifierStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12$\n\x06health\x18\x02 \x01(\x0e\x32\x14.draftwood.v1.Health\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.draftwood.v1.ModelInfo\x12<\n\x04load\x18\x04 \x01(\x0b\x32..draftwood.v1.VerifierServiceWatchLoadResponse\x12\x10\n\x08sessions\x18\x05 \x01(\r\"\xb9\x01\n\x0b\x44raftStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12$\n\x06health\x18\x02 \x01(\x0e\x32\x14.draftwood.v1.Health\x12&\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x17.draftwood.v1.DraftInfo\x12\x39\n\x04load\x18\x04 \x01(\x0b\x32+.draftwood.v1.DraftServiceWatchLoadResponse\x12\x10\n\x08sessions\x18\x05 \x01(\r*m\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x13\n\x0fHEALTH_STARTING\x10\x01\x12\x10\n\x0cHEALTH_READY\x10\x02\x12\x0f\n\x0bHEALTH_LOST\x10\x03\x12\x13\n\x0fHEALTH_DRAINING\x10\x04\x32\xb9\x03\n\rRouterService\x12\x65\n\x08Generate\x12*.draftwood.v1.RouterServiceGenerateRequest\x1a+.draftwood.v1.RouterServiceGenerateResponse0\x01\x12L\n\tGetStatus\x12\x1e.draftwood.v1.GetStatusRequest\x1a\x1f.draftwood.v1.GetStatusResponse\x12T\n\x0bWatchStatus\x12 .draftwood.v1.WatchStatusRequest\x1a!.draftwood.v1.WatchStatusResponse0\x01\x12O\n\nListModels\x12\x1f.draftwood.v1.ListModelsRequest\x1a .draftwood.v1.ListModelsResponse\x12L\n\tScalePool\x12\x1e.draftwood.v1.ScalePoolRequest\x1a\x1f.draftwood.v1.ScalePoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftwood.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HEALTH']._serialized_start=1147
-  _globals['_HEALTH']._serialized_end=1256
+  _globals['_SCALEPOOLREQUEST_COUNTSENTRY']._loaded_options = None
+  _globals['_SCALEPOOLREQUEST_COUNTSENTRY']._serialized_options = b'8\001'
+  _globals['_HEALTH']._serialized_start=1558
+  _globals['_HEALTH']._serialized_end=1667
   _globals['_ROUTERSERVICEGENERATEREQUEST']._serialized_start=98
   _globals['_ROUTERSERVICEGENERATEREQUEST']._serialized_end=189
   _globals['_ROUTERSERVICEGENERATERESPONSE']._serialized_start=191
@@ -51,12 +53,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSREQUEST']._serialized_end=451
   _globals['_LISTMODELSRESPONSE']._serialized_start=453
   _globals['_LISTMODELSRESPONSE']._serialized_end=514
-  _globals['_STATUS']._serialized_start=517
-  _globals['_STATUS']._serialized_end=763
-  _globals['_VERIFIERSTATUS']._serialized_start=766
-  _globals['_VERIFIERSTATUS']._serialized_end=957
-  _globals['_DRAFTSTATUS']._serialized_start=960
-  _globals['_DRAFTSTATUS']._serialized_end=1145
-  _globals['_ROUTERSERVICE']._serialized_start=1259
-  _globals['_ROUTERSERVICE']._serialized_end=1622
+  _globals['_SCALEPOOLREQUEST']._serialized_start=516
+  _globals['_SCALEPOOLREQUEST']._serialized_end=641
+  _globals['_SCALEPOOLREQUEST_COUNTSENTRY']._serialized_start=596
+  _globals['_SCALEPOOLREQUEST_COUNTSENTRY']._serialized_end=641
+  _globals['_SCALEPOOLRESPONSE']._serialized_start=643
+  _globals['_SCALEPOOLRESPONSE']._serialized_end=703
+  _globals['_STATUS']._serialized_start=706
+  _globals['_STATUS']._serialized_end=993
+  _globals['_POOLSTATUS']._serialized_start=996
+  _globals['_POOLSTATUS']._serialized_end=1174
+  _globals['_VERIFIERSTATUS']._serialized_start=1177
+  _globals['_VERIFIERSTATUS']._serialized_end=1368
+  _globals['_DRAFTSTATUS']._serialized_start=1371
+  _globals['_DRAFTSTATUS']._serialized_end=1556
+  _globals['_ROUTERSERVICE']._serialized_start=1670
+  _globals['_ROUTERSERVICE']._serialized_end=2111
 # @@protoc_insertion_point(module_scope)

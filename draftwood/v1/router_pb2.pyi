@@ -66,8 +66,27 @@ class ListModelsResponse(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[_verifier_pb2.ModelInfo]
     def __init__(self, models: _Optional[_Iterable[_Union[_verifier_pb2.ModelInfo, _Mapping]]] = ...) -> None: ...
 
+class ScalePoolRequest(_message.Message):
+    __slots__ = ("counts",)
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.ScalarMap[str, int]
+    def __init__(self, counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ScalePoolResponse(_message.Message):
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+
 class Status(_message.Message):
-    __slots__ = ("incarnation", "verifiers", "drafts", "requests", "requests_total", "requests_failed", "draft_reattachments", "verifier_migrations")
+    __slots__ = ("incarnation", "verifiers", "drafts", "requests", "requests_total", "requests_failed", "draft_reattachments", "verifier_migrations", "pools")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +95,7 @@ class Status(_message.Message):
     REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_REATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     verifiers: _containers.RepeatedCompositeFieldContainer[VerifierStatus]
     drafts: _containers.RepeatedCompositeFieldContainer[DraftStatus]
@@ -84,7 +104,32 @@ class Status(_message.Message):
     requests_failed: int
     draft_reattachments: int
     verifier_migrations: int
-    def __init__(self, incarnation: _Optional[str] = ..., verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[DraftStatus, _Mapping]]] = ..., requests: _Optional[int] = ..., requests_total: _Optional[int] = ..., requests_failed: _Optional[int] = ..., draft_reattachments: _Optional[int] = ..., verifier_migrations: _Optional[int] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    def __init__(self, incarnation: _Optional[str] = ..., verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[DraftStatus, _Mapping]]] = ..., requests: _Optional[int] = ..., requests_total: _Optional[int] = ..., requests_failed: _Optional[int] = ..., draft_reattachments: _Optional[int] = ..., verifier_migrations: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("name", "role", "wanted", "present", "ready", "draining", "min", "max", "error", "decision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    wanted: int
+    present: int
+    ready: int
+    draining: int
+    min: int
+    max: int
+    error: str
+    decision: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., wanted: _Optional[int] = ..., present: _Optional[int] = ..., ready: _Optional[int] = ..., draining: _Optional[int] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., error: _Optional[str] = ..., decision: _Optional[str] = ...) -> None: ...
 
 class VerifierStatus(_message.Message):
     __slots__ = ("address", "health", "model", "load", "sessions")

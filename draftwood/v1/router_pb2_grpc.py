@@ -54,6 +54,11 @@ class RouterServiceStub:
                 request_serializer=draftwood_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=draftwood_dot_v1_dot_router__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.ScalePool = channel.unary_unary(
+                '/draftwood.v1.RouterService/ScalePool',
+                request_serializer=draftwood_dot_v1_dot_router__pb2.ScalePoolRequest.SerializeToString,
+                response_deserializer=draftwood_dot_v1_dot_router__pb2.ScalePoolResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -87,6 +92,14 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScalePool(self, request, context):
+        """Sets how many workers pools are to have: all of them, or none if one is refused.
+        Answers at once; the status shows what follows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +122,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=draftwood_dot_v1_dot_router__pb2.ListModelsRequest.FromString,
                     response_serializer=draftwood_dot_v1_dot_router__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'ScalePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScalePool,
+                    request_deserializer=draftwood_dot_v1_dot_router__pb2.ScalePoolRequest.FromString,
+                    response_serializer=draftwood_dot_v1_dot_router__pb2.ScalePoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +237,33 @@ class RouterService:
             '/draftwood.v1.RouterService/ListModels',
             draftwood_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
             draftwood_dot_v1_dot_router__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScalePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/draftwood.v1.RouterService/ScalePool',
+            draftwood_dot_v1_dot_router__pb2.ScalePoolRequest.SerializeToString,
+            draftwood_dot_v1_dot_router__pb2.ScalePoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -72,7 +72,7 @@ class VerifierServiceWatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierServiceWatchLoadResponse(_message.Message):
-    __slots__ = ("incarnation", "running", "waiting", "max_sessions", "free_pages", "total_pages", "steps", "tokens", "nodes_verified", "nodes_accepted", "step_ms", "width", "draining", "nodes_stale", "growths_refused", "cached_pages", "preempted", "preemptions", "canaries")
+    __slots__ = ("incarnation", "running", "waiting", "max_sessions", "free_pages", "total_pages", "steps", "tokens", "nodes_verified", "nodes_accepted", "step_ms", "width", "draining", "nodes_stale", "growths_refused", "cached_pages", "preempted", "preemptions", "canaries", "queue_wait_ms", "narrow_steps")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,8 @@ class VerifierServiceWatchLoadResponse(_message.Message):
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CANARIES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    NARROW_STEPS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     running: int
     waiting: int
@@ -111,7 +113,9 @@ class VerifierServiceWatchLoadResponse(_message.Message):
     preempted: int
     preemptions: int
     canaries: _containers.RepeatedCompositeFieldContainer[CanaryResult]
-    def __init__(self, incarnation: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., step_ms: _Optional[float] = ..., width: _Optional[float] = ..., draining: _Optional[bool] = ..., nodes_stale: _Optional[int] = ..., growths_refused: _Optional[int] = ..., cached_pages: _Optional[int] = ..., preempted: _Optional[int] = ..., preemptions: _Optional[int] = ..., canaries: _Optional[_Iterable[_Union[CanaryResult, _Mapping]]] = ...) -> None: ...
+    queue_wait_ms: float
+    narrow_steps: int
+    def __init__(self, incarnation: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., step_ms: _Optional[float] = ..., width: _Optional[float] = ..., draining: _Optional[bool] = ..., nodes_stale: _Optional[int] = ..., growths_refused: _Optional[int] = ..., cached_pages: _Optional[int] = ..., preempted: _Optional[int] = ..., preemptions: _Optional[int] = ..., canaries: _Optional[_Iterable[_Union[CanaryResult, _Mapping]]] = ..., queue_wait_ms: _Optional[float] = ..., narrow_steps: _Optional[int] = ...) -> None: ...
 
 class CanaryResult(_message.Message):
     __slots__ = ("incarnation", "taken", "steps", "failed")

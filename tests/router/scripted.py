@@ -7,6 +7,7 @@ the absolute position only. With a draft attached it commits three tokens a step
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.wire import error_to_proto
 
 LOAD_INTERVAL_S = 0.05
+LAST_WORDS_S = 0.2
+"""For streams that are ending by themselves when a server stops; load streams never do."""
 UNSEEDED = 7
 
 
@@ -77,7 +80,12 @@ class ScriptedVerifier:
             raise NotFound("MODEL_UNKNOWN", "there is no model 'missing'")
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        await self._rpc.stop(grace_s)
+        """Like the real one: no new requests, running ones have the grace."""
+        self.script.draining = True
+        end = time.monotonic() + grace_s
+        while self._running and time.monotonic() < end:
+            await asyncio.sleep(LOAD_INTERVAL_S)
+        await self._rpc.stop(min(grace_s, LAST_WORDS_S))
 
     async def set_serving(self, serving: bool) -> None:
         await self._rpc.set_serving(serving)
@@ -168,6 +176,13 @@ class ScriptedVerifier:
                 await asyncio.sleep(LOAD_INTERVAL_S)
 
 
+class SlowVerifier(ScriptedVerifier):
+    """One whose texts take their time: for clusters whose scripts cannot be changed from outside."""
+
+    def __init__(self, settings: VerifierSettings) -> None:
+        super().__init__(settings, step_s=0.05)
+
+
 @dataclass
 class DraftScript:
     hang: bool = False  # never answers Attach
@@ -205,7 +220,8 @@ class ScriptedDraft:
             raise NotFound("MODEL_UNKNOWN", "there is no model 'missing'")
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        await self._rpc.stop(grace_s)
+        self.script.draining = True
+        await self._rpc.stop(min(grace_s, LAST_WORDS_S))
 
     async def Attach(self, request: draft_pb2.AttachRequest, context: Any) -> draft_pb2.AttachResponse:
         if self.script.hang:
@@ -232,6 +248,7 @@ class ScriptedDraft:
             yield draft_pb2.DraftServiceWatchLoadResponse(
                 incarnation=self.incarnation,
                 sessions=len(self.attached),
+                idle_share=0.5,
                 max_sessions=self.script.max_sessions,
                 draining=self.script.draining,
             )

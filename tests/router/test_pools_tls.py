@@ -21,7 +21,7 @@ from draftwood.config import (
     VerifierSettings,
 )
 from draftwood.errors import Unauthenticated
-from router.pools import Cluster
+from router.cluster import Cluster
 from tests.router.test_pools import SERVERS
 from tests.services.authority import Authority, new_token, token_entry, write_clients
 
@@ -56,9 +56,10 @@ async def test_actors_are_secured_by_files_that_they_read_themselves(
         async with DraftwoodClient(address, settings=ClientSettings(ca=authority.ca)) as stranger:
             with pytest.raises(Unauthenticated, match="CREDENTIALS_MISSING"):
                 await stranger.models()
-        for spec in cluster._specs.values():
-            told = pickle.dumps(spec)
-            assert pickle.loads(told).settings.tls_key == settings[spec.role]["tls_key"]
-            assert b"PRIVATE KEY" not in told and token.encode() not in told
+        told = pickle.dumps(cluster._plan)
+        plan = pickle.loads(told).config
+        for role, section in (("router", plan.router), ("verifier", plan.verifiers[0]), ("draft", plan.drafts[0])):
+            assert section.settings.tls_key == settings[role]["tls_key"]
+        assert b"PRIVATE KEY" not in told and token.encode() not in told
     finally:
         await cluster.stop(0.5)

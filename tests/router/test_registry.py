@@ -106,15 +106,15 @@ def test_only_ready_workers_are_offered_to_the_balancer(pools: Recorder) -> None
     pools.registry.add_static(Role.VERIFIER, "h:1")
     pools.registry.add_static(Role.DRAFT, "h:2")
     verifier, draft = only(pools.registry), only(pools.registry, Role.DRAFT)
-    assert pools.registry.verifier_views() == [] and pools.registry.draft_views() == []
+    assert pools.registry.verifier_views() == [] and pools.registry.draft_views("m", ()) == []
     make_ready(pools.registry, verifier, running=2)
     make_ready(pools.registry, draft, running=2)
     assert [view.load for view in pools.registry.verifier_views()] == [0.75]
-    assert [view.load for view in pools.registry.draft_views()] == [0.5]
+    assert [view.load for view in pools.registry.draft_views("m", ())] == [0.5]
     for state in (Health.DRAINING, Health.LOST):
         pools.registry.set_health(verifier, state)
         pools.registry.set_health(draft, state)
-        assert pools.registry.verifier_views() == [] and pools.registry.draft_views() == []
+        assert pools.registry.verifier_views() == [] and pools.registry.draft_views("m", ()) == []
 
 
 def test_own_sessions_count_before_the_worker_reports_them(pools: Recorder) -> None:
@@ -122,7 +122,7 @@ def test_own_sessions_count_before_the_worker_reports_them(pools: Recorder) -> N
     worker = only(pools.registry, Role.DRAFT)
     make_ready(pools.registry, worker)
     worker.sessions = 4
-    assert pools.registry.draft_views()[0].full
+    assert pools.registry.draft_views("m", ())[0].full
 
 
 def test_a_lost_worker_keeps_its_model_known(pools: Recorder) -> None:

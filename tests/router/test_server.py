@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,9 +13,12 @@ import grpc.aio
 import pytest
 
 from draftwood.config import VerifierSettings
-from draftwood.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from draftwood.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from draftwood.rpc.status import from_rpc_error
 from draftwood.tickets import check_ticket
 from draftwood.v1 import router_pb2, verifier_pb2
+from router.registry import Role
+from router.scaling import PoolLimits, PoolState
 from router.server import LONGEST_DEADLINE_S
 from tests.router.harness import ScriptedCluster, until
 from tests.router.scripted import ScriptedVerifier, scripted_text
@@ -336,3 +339,117 @@ async def test_stop_lets_running_requests_finish_and_takes_no_new_ones(cluster: 
     assert (await cluster.generate(2)).error.reason == "DRAINING"
     assert (await answering).tokens == scripted_text(5, 20)
     await stopping
+
+
+async def test_a_draft_that_leaves_hands_its_sessions_over_first(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier(step_s=0.02)
+    drafts = [await cluster.draft(), await cluster.draft()]
+    await cluster.serve([verifier], drafts, drafts_per_session=1)
+    answering = asyncio.create_task(cluster.generate(150))
+    await until(lambda: any(draft.attached for draft in drafts))
+    leaving = next(draft for draft in drafts if draft.attached)
+    staying = next(draft for draft in drafts if draft is not leaving)
+    cluster.router.drain(leaving.address)
+    await until(lambda: bool(leaving.detached))
+    assert staying.attached, "another has it before the first one leaves it"
+    assert (await answering).tokens == scripted_text(5, 150)
+    status = await cluster.status()
+    assert status.draft_reattachments == 0, "nothing was lost"
+    assert sorted(draft.health for draft in status.drafts) == [router_pb2.HEALTH_READY, router_pb2.HEALTH_DRAINING]
+    assert (await cluster.generate(20)).tokens == scripted_text(5, 20) and len(leaving.history) == 1
+
+
+async def test_a_draft_that_leaves_is_left_even_if_nobody_takes_over(cluster: ScriptedCluster) -> None:
+    verifier, draft = await cluster.verifier(step_s=0.02), await cluster.draft()
+    await cluster.serve([verifier], [draft])
+    answering = asyncio.create_task(cluster.generate(60))
+    await until(lambda: bool(draft.attached))
+    cluster.router.drain(draft.address)
+    await until(lambda: bool(draft.detached) and not draft.attached)
+    assert (await answering).tokens == scripted_text(5, 60)
+
+
+async def test_a_verifier_that_leaves_finishes_what_it_has_and_gets_no_more(cluster: ScriptedCluster) -> None:
+    leaving, staying = await cluster.verifier(step_s=0.02), await cluster.verifier()
+    await cluster.serve([leaving])
+    answering = asyncio.create_task(cluster.generate(40))
+    await until(lambda: bool(leaving.log.requests))
+    cluster.router.register("verifier", "v1", staying.address, staying.incarnation)
+    await until(lambda: [w.health for w in cluster.router.workers()] == ["READY"] * 2)
+    cluster.router.drain(leaving.address)
+    await asyncio.sleep(0.15)  # load reports that say nothing of leaving change nothing
+    for _ in range(4):
+        assert (await cluster.generate(2)).finished
+    assert (await answering).tokens == scripted_text(5, 40)
+    assert len(leaving.log.requests) == 1 and (await cluster.status()).verifier_migrations == 0
+
+
+async def test_a_worker_that_is_removed_is_forgotten_and_fenced(cluster: ScriptedCluster) -> None:
+    going, staying = await cluster.verifier(step_s=0.02), await cluster.verifier()
+    await cluster.serve([])
+    cluster.router.register("verifier", "v0", going.address, going.incarnation)
+    await until(lambda: [w.health for w in cluster.router.workers()] == ["READY"])
+    answering = asyncio.create_task(cluster.generate(40))
+    await until(lambda: bool(going.log.requests))
+    cluster.router.register("verifier", "v1", staying.address, staying.incarnation)
+    await until(lambda: [w.health for w in cluster.router.workers()] == ["READY"] * 2)
+    cluster.router.remove("v0")
+    cluster.router.remove("v0")
+    assert (await answering).tokens == scripted_text(5, 40), "replayed on the other"
+    assert [worker.worker_id for worker in cluster.router.workers()] == ["v1"]
+    with pytest.raises(FailedPrecondition, match="replaced"):
+        cluster.router.register("verifier", "v0", going.address, going.incarnation)
+
+
+async def test_a_draft_of_another_tokenizer_is_asked_once_for_each_model(cluster: ScriptedCluster) -> None:
+    verifiers = [await cluster.verifier("m", step_s=0.01), await cluster.verifier("n", step_s=0.01)]
+    unfit = await cluster.draft(refusal=FailedPrecondition("TOKENIZER_MISMATCH", "other tokens"))
+    await cluster.serve(verifiers, [unfit])
+    (draft,) = cluster.router._registry.workers(Role.DRAFT)
+    for model, unfit_for in (("m", {"m"}), ("n", {"m", "n"})):
+        assert (await cluster.generate(10, model=model)).finished
+        assert draft.unfit == unfit_for
+    unfit.script.refusal = None
+    assert (await cluster.generate(10, model="m")).finished and unfit.history == [], "it is not asked again"
+
+
+async def test_a_verifier_that_keeps_failing_is_left_alone(cluster: ScriptedCluster) -> None:
+    """It looks well, and idle, so that all would go there."""
+    failing = await cluster.verifier(verdict=Internal("INTERNAL", "a step failed"), max_sessions=64)
+    sound = await cluster.verifier(max_sessions=2)
+    await cluster.serve([failing, sound])
+    answers = [await cluster.generate(5) for _ in range(10)]
+    assert [answer.error is not None for answer in answers] == [True] * 3 + [False] * 7
+    assert all(answer.tokens == scripted_text(5, 5) for answer in answers[3:])
+
+
+async def test_pools_are_scaled_through_the_router(cluster: ScriptedCluster) -> None:
+    await cluster.serve([await cluster.verifier()])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.stub.ScalePool(router_pb2.ScalePoolRequest(counts={"draft": 2}))
+    assert from_rpc_error(caught.value).reason == "NO_CONTROLLER"
+    assert not (await cluster.status()).pools
+    state = PoolState(PoolLimits("draft", "draft", 1, None, 1.0), 2, 3, 1, 1, "no such model", "off")
+    asked: list[Mapping[str, int]] = []
+
+    async def scale(counts: Mapping[str, int]) -> list[PoolState]:
+        asked.append(counts)
+        if counts.get("lm"):
+            raise NotFound("POOL_UNKNOWN", "there is no pool 'lm'", field="counts")
+        return [state]
+
+    cluster.router.pools.scale, cluster.router.pools.states = scale, (state,)
+    answer = await cluster.stub.ScalePool(router_pb2.ScalePoolRequest(counts={"draft": 2, "verifier": 0}))
+    told = router_pb2.PoolStatus(
+        name="draft", role="draft", wanted=2, present=3, ready=1, draining=1, min=1, error="no such model",
+        decision="off",
+    )  # fmt: skip
+    assert asked == [{"draft": 2, "verifier": 0}] and list(answer.pools) == [told] == list(
+        (await cluster.status()).pools
+    )
+    assert not answer.pools[0].HasField("max")
+    for counts, reason in (({"lm": 1}, "POOL_UNKNOWN"), ({}, "POOL_LIMIT")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.stub.ScalePool(router_pb2.ScalePoolRequest(counts=counts))
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.field) == (reason, "counts")

@@ -89,6 +89,16 @@ def test_the_queue_is_ordered_by_deadline_then_arrival() -> None:
     assert [queue.pop().session_id for _ in range(len(queue))] == ["urgent", "less", "a", "b"]
 
 
+def test_the_longest_wait_is_that_of_the_first_who_came() -> None:
+    queue = AdmissionQueue()
+    assert queue.longest_wait_s(9.0) == 0.0
+    queue.push(waiting("a"), now=1.0)
+    queue.push(waiting("urgent", 500), now=2.0)
+    assert queue.longest_wait_s(5.0) == 4.0
+    queue.drop("a")
+    assert queue.longest_wait_s(5.0) == 3.0
+
+
 def test_a_stream_of_urgent_requests_delays_another_by_the_patience_at_most() -> None:
     queue = AdmissionQueue()
     queue.push(waiting("patient"), now=0.0)
