@@ -22,6 +22,7 @@ from draftwood.errors import ResourceExhausted, Unavailable
 from draftwood.rpc.server import RpcServer
 from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
+from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.runtime.text import TextCodec
 from draftwood.runtime.worker import Worker
 from draftwood.telemetry import get_logger, serve_metrics
@@ -215,7 +216,8 @@ def make_drafter(settings: DraftSettings) -> Drafter:
     model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
     runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
     runtime.capture()
-    vocabulary = TextCodec(tokenizer).vocabulary(runtime.vocab_size)
+    reduced = ReducedVocabulary.of(model.config)
+    vocabulary = TextCodec(tokenizer).vocabulary(reduced.target_size if reduced else runtime.vocab_size)
     drafter = LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
     drafter.warm_up()
     return drafter
