@@ -78,7 +78,7 @@ class DraftSettings(BaseSettings):
     listen: Listen = "127.0.0.1:0"
     metrics_port: MetricsPort = 0
     kind: Literal["lm", "ngram"] = Field("lm", description="small language model, or n-gram lookup without weights")
-    model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.5 M parameters)')
+    model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.7 M parameters)')
     tokenizer: str = Field("", description="where the draft's tokenizer is; empty: beside its model")
     device: Device = "auto"
     dtype: DType = "auto"

@@ -4,7 +4,7 @@ A folder with ``corpus.json`` (target, vocabulary size, length, rounds, tokens, 
 
 tokens-K.npy    integers [rows, length].
 drawn-K.npy     bool [rows, length]: which tokens the target drew; the others were fed to it.
-top-K.npy       integers [rows, length, TOP]: the target's likeliest tokens for the place *behind* each token, best first.
+top-K.npy       integers [rows, length, TOP]: the target's likeliest tokens *behind* each token, best first.
 logprob-K.npy   float16 [rows, length, TOP], their log-probabilities.
 """
 

@@ -279,9 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=768, help="tokens of a dialogue, a multiple of 64")
     parser.add_argument("--rounds", type=int, default=1 << 30, help="most rounds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--dtype", default="float16", help="of the target; bfloat16 is too coarse for near-ties"
-    )
+    parser.add_argument("--dtype", default="float16", help="of the target; bfloat16 is too coarse for near-ties")
     chosen = parser.parse_args(arguments)
     begin = time.monotonic()
     device = resolve_device("auto")
