@@ -146,7 +146,8 @@ class LmDrafter:
         self._settings = settings
         self._token_count = len(vocabulary.tokens)
         self._reduced = ReducedVocabulary.of(runtime.model.config)
-        kept = self._reduced and torch.from_numpy(self._reduced.target_ids[: self._own_size(self._token_count)])
+        size = self._own_size(self._token_count)
+        kept = torch.from_numpy(self._reduced.target_ids[:size]) if self._reduced else None
         self._noise = GumbelCache(self._token_count, runtime.device, 128, tokens=kept)
         self._first_children = top_children_triton if runtime.device.type == "cuda" else first_children
         self._sessions: dict[Key, _Session] = {}
@@ -329,8 +330,8 @@ class LmDrafter:
                     vocab_size=size, first=self._first_children,
                 )  # fmt: skip
                 ends = np.cumsum([len(parents[k]) for k in members])[:-1]
-                below, scores = (column.cpu().numpy() for column in found)
-                tokens, scores = np.split(self._in_target_tokens(below), ends), np.split(scores, ends)
+                below, likely = (column.cpu().numpy() for column in found)
+                tokens, scores = np.split(self._in_target_tokens(below), ends), np.split(likely, ends)
                 for k, token, score in zip(members, tokens, scores, strict=True):
                     out[k] = (token, score, [])
         return out

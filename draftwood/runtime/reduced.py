@@ -52,7 +52,8 @@ class ReducedVocabulary:
 
     def to_draft(self, tokens: NDArray[Any]) -> NDArray[np.int32]:
         """The draft's ids of the target's; any shape."""
-        return self._own[tokens]
+        own: NDArray[np.int32] = self._own[tokens]
+        return own
 
     def to_target(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """The target's ids of proposed tokens, -1 where there is none; any shape."""

@@ -5,8 +5,8 @@
 heldout    How often the target's greedy token is among the draft's likeliest 1, 2, 4 and 8, over all places of held-out
            dialogues (the last of the corpus), and over those whose next token the target drew.
 everyday   The same over the target's greedy answers (at most 128 tokens) to the 24 prompts of ``everyday.txt``.
-trees      Mean tokens a forward of the target on these answers: trees of 8 to 64 nodes, grown by the draft's scores
-           alone; the tokens accepted and the target's own.
+trees      Mean tokens a forward of the target on every fourth of these answers (``--every``): trees of 8 to 64 nodes,
+           grown by the draft's scores alone; the tokens accepted and the target's own.
 times      On the CPU, medians in float32: a forward of 1 to 16 tokens behind 256, and a level of a tree, which is a
            forward of 6 and the search for its children.
 
@@ -236,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--corpus", type=Path, help="written text, whose last dialogues were held out")
     parser.add_argument("--rows", type=int, default=64, help="held-out dialogues to look at")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--every", type=int, default=4, help="trees are grown on one answer in so many")
     parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="nodes of the trees")
     chosen = parser.parse_args(arguments)
     device = resolve_device("auto")
@@ -268,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, folder in paths.items():
             drafter = make_drafter(folder, codec, device, size)
             for n in chosen.budgets:
-                note("trees", name, {f"n{n}": round(tokens_a_forward(drafter, texts, size, n), 3)})
+                note("trees", name, {f"n{n}": round(tokens_a_forward(drafter, texts[:: chosen.every], size, n), 3)})
     if "times" in chosen.parts:
         for name, found in times(paths).items():
             note("times", name, found)
