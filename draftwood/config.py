@@ -126,7 +126,7 @@ class DraftSettings(ServerSettings):
         "here; merged: several of them (`parts`)",
     )
     parts: Parts = []
-    model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.5 M parameters)')
+    model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.7 M parameters)')
     tokenizer: str = Field("", description="where the draft's tokenizer is; empty: beside its model")
     device: Device = "auto"
     dtype: DType = "auto"

