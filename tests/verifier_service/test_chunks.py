@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from planning import decoding, make_planner, prefilling, step
 
-from verifier_service.chunks import LEAST_CHUNK, LEAST_ROWS, STRETCH, PrefillCost, fair_split
+from verifier_service.chunks import LEAST_CHUNK, LEAST_ROWS, MOST_STRETCH, STRETCH, PrefillCost, fair_split, stretch
 from verifier_service.width import StepTimes
 
 CPU = StepTimes([1, 8, 16, 32], [0.034, 0.037, 0.046, 0.074])
@@ -28,6 +28,35 @@ def test_the_chunk_is_the_largest_that_decoding_sessions_hardly_notice(times: St
     assert now_s <= STRETCH * alone_s or rows["p"] == LEAST_CHUNK
     assert more_s > STRETCH * alone_s or rows["p"] + decoders == 256
     assert now_s < 1.5 * alone_s
+
+
+@pytest.mark.parametrize("times", [CPU, GPU])
+@pytest.mark.parametrize(("decoders", "readers"), [(1, 7), (4, 4), (6, 2)])
+def test_where_few_decode_and_many_read_a_step_may_take_longer(times: StepTimes, decoders: int, readers: int) -> None:
+    planner = make_planner(times, max_step_tokens=512)
+    sessions = [decoding(f"d{k}") for k in range(decoders)] + [prefilling(f"p{k}", 100) for k in range(readers)]
+    parts = planner.plan(0.0, sessions, lambda _: 0.0)
+    rows = sum(len(part.rows.token) for part in parts)
+    alone_s, now_s, more_s = times(np.array([decoders, rows, rows + 1]), 0)
+    limit = stretch(readers, decoders)
+    assert now_s <= limit * alone_s
+    assert more_s > limit * alone_s or rows == 512
+
+
+def test_the_stretch_grows_with_the_readers_and_one_is_never_worth_more() -> None:
+    assert all(stretch(1, decoders) == STRETCH for decoders in (1, 2, 8))
+    assert stretch(2, 8) == stretch(5, 8) == STRETCH
+    assert STRETCH < stretch(4, 4) < stretch(5, 3) < stretch(7, 1) == MOST_STRETCH
+
+
+def test_the_cost_of_a_row_rises_quickly_and_falls_slowly() -> None:
+    cost, curve = PrefillCost(), GPU(8 + np.arange(248), 0)
+    first = cost.chunk(curve)
+    cost.observe(curve[0], curve[first], curve[0] + 3 * (curve[first] - curve[0]))
+    dear = cost.chunk(curve)
+    cost.observe(curve[0], curve[dear], curve[0] + (curve[dear] - curve[0]))
+    after = cost.chunk(curve)
+    assert first - dear > 4 * (after - dear) >= 4
 
 
 def test_nobody_decodes_so_the_chunk_fills_the_step() -> None:
@@ -105,3 +134,31 @@ def test_fair_split_is_max_min_fair() -> None:
 def test_the_remainder_goes_round() -> None:
     got = np.sum([fair_split([5, 5, 5], 4, turn) for turn in range(30)], axis=0)
     assert got.tolist() == [40, 40, 40]
+
+
+def test_drafts_of_the_few_wait_while_most_read_and_go_on_when_all_decode() -> None:
+    planner = make_planner(CPU)
+    planner.outlook.observe([np.log([0.6, 0.4, 0.25])])
+    for _ in range(3):
+        planner.outlook.observe_overhead(0.030)
+        planner.times.observe(1, 0.034, 1, plain=True)
+    first, readers = decoding("d", nodes=3), [prefilling(f"p{k}", 60) for k in range(7)]
+    step(planner, [first])
+    assert planner.budget(first, 8) > 0, "alone it is worth it"
+    step(planner, [first, *readers])  # the chunk's time is known from here on
+    (part, *chunks) = step(planner, [first, *readers])
+    assert planner.reason == "prefill" and part.tree.size == 1 and chunks
+    assert planner.budget(first, 8) == 0
+    for reader in readers:
+        reader.cached = 59
+    step(planner, [first, *readers])
+    assert planner.reason != "prefill" and planner.budget(first, 8) > 0
+    assert planner.gate.open, "it was no verdict on the drafts"
+
+
+def test_full_width_knows_no_prefill_first() -> None:
+    planner = make_planner(CPU, width="full")
+    first, readers = decoding("d", nodes=3), [prefilling(f"p{k}", 60) for k in range(7)]
+    for _ in range(3):
+        part = step(planner, [first, *readers])[0]
+        assert part.tree.size == 4 and planner.budget(first, 8) > 0

@@ -168,6 +168,36 @@ def test_the_advantage_is_predicted_no_wider_than_the_share_of_a_session() -> No
         assert outlook.advantage(Situation(4, 3, share), times) == pytest.approx(advantage)
 
 
+def test_while_most_read_a_token_is_worth_what_it_costs_once_all_decode() -> None:
+    """One decodes and seven read: two tokens a step for one are a seventh of what eight would write in the time."""
+    outlook, times = Outlook(1), StepTimes([1, 8, 16], [0.040, 0.048, 0.056])
+    outlook.observe([np.log([0.5])])
+    outlook.observe_overhead(0.008)
+    alone = 1.5 * 0.040 / (times.at_start(np.array([2]))[0] + 0.008)
+    assert outlook.advantage(Situation(1, LOAD, 1), times) == pytest.approx(alone)
+    token_s = 0.048 / 8
+    beside = (1.5 * token_s + 0.02) / (times.at_start(np.array([2]))[0] + 0.02 + 0.008) * (0.06 / (token_s + 0.02))
+    seen = outlook.advantage(Situation(1, LOAD, 1, reading=7, chunk_s=0.02), times)
+    assert seen == pytest.approx(beside) and seen < 1 < alone
+    assert outlook.advantage(Situation(7, LOAD, 1, reading=1, chunk_s=0.02), times) > 1
+
+
+def test_the_first_steps_at_a_load_do_not_outweigh_what_is_known() -> None:
+    """One step that took twice as long, at a level not seen before, must not switch off drafts that pay."""
+    gate = SpeculationGate()
+    for _ in range(40):
+        gate.record(1.3, 1.0, 1.3, LOAD)
+        gate.step(1.3, LOAD)
+    gate.record(1.3, 2.6, 1.3, LOAD - 1)
+    for _ in range(3):
+        gate.step(1.3, LOAD - 1)
+    assert gate.open and gate.advantage > 1
+    for _ in range(20):
+        gate.record(1.3, 2.6, 1.3, LOAD - 1)
+        gate.step(1.3, LOAD - 1)
+    assert not gate.open, "if it goes on, it counts"
+
+
 def test_what_falls_short_at_one_load_says_little_of_another() -> None:
     """Trees are worth less than predicted to one session, which asks for many nodes, and not to eight."""
     gate = SpeculationGate()
