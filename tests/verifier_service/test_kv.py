@@ -396,6 +396,7 @@ def test_the_only_session_that_was_ready_gives_way_to_one_that_waits_for_its_dra
     engine.open_link(0, "silent")
     engine.submit(request("old", [1] * 32, 20, GREEDY))
     engine.join(0, 1, "old")
+    engine.sessions["old"].drafts[0].catching_up = 0  # it has had its time to read
     engine.submit(request("young", [2] * 20, 20, GREEDY))
     engine.step()
     pool = engine.runtime.pool

@@ -214,7 +214,7 @@ def lm_drafter(seed: int, **settings: object) -> LmDrafter:
     chosen = DraftSettings(**({"branch": 3, "depth": 3, "page_tokens": 16, "lookahead_levels": 2} | settings))  # type: ignore[arg-type]
     runtime = ModelRuntime(blurred(), kv_pages=1024, page_tokens=16)  # type: ignore[arg-type]
     vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
-    return LmDrafter(runtime, chosen, "tiny", vocabulary, np.random.default_rng(seed))
+    return LmDrafter(runtime, chosen, "tiny", vocabulary, random=np.random.default_rng(seed))
 
 
 def test_three_tokens_of_1600_seeds_with_the_real_drafter_have_the_targets_distribution() -> None:
