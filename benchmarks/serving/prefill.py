@@ -58,8 +58,8 @@ def main() -> bool:
     engine = Engine(runtime, VerifierSettings(), token_count=TOKENS)
     pairs = []
     for k in range(chosen.rounds):
-        disturbed = serve(engine, chosen.prompt, chosen.max_steps)
-        quiet = serve(engine, 0, disturbed.steps)
+        disturbed = serve(engine, chosen.prompt, chosen.max_steps, seed=k)
+        quiet = serve(engine, 0, disturbed.steps, seed=k)
         pairs.append((disturbed, quiet))
         print(f"round {k + 1}: {_figures(disturbed, quiet)}", flush=True)
     both = Round([g for d, _ in pairs for g in d.gaps_s]), Round([g for _, q in pairs for g in q.gaps_s])
@@ -73,9 +73,12 @@ def main() -> bool:
     return write("prefill", [Check("verifier/prefill_itl_ratio", round(ratio, 3), "<=", 1.5)], details)
 
 
-def serve(engine: Engine, prompt: int, most_steps: int) -> Round:
-    """Eight sessions decode; then the long prompt arrives, if any, until its first token or ``most_steps``."""
-    rnd = np.random.default_rng(3)
+def serve(engine: Engine, prompt: int, most_steps: int, seed: int) -> Round:
+    """Eight sessions decode; then the long prompt arrives, if any, until its first token or ``most_steps``.
+
+    Texts are those of the seed: the engine would find the pages of a prompt that it has read before.
+    """
+    rnd = np.random.default_rng(seed)
     for k in range(SESSIONS):
         _submit(engine, f"s{k}", rnd.integers(5, TOKENS, 40), 1 << 11)
     for _ in range(WARM_STEPS):
