@@ -48,6 +48,11 @@ class SessionCommitted:
     tokens: tuple[int, ...]
     budget: int
 
+    def check_follows(self, known: int) -> None:
+        """Raises ValueError unless a text of ``known`` tokens goes on with these."""
+        if known + len(self.tokens) != self.length:
+            raise ValueError(f"{known} + {len(self.tokens)} tokens do not make {self.length}")
+
 
 class Drafter(Protocol):
     """Used by one thread. Every method returns quickly but ``work``, which runs at most one forward."""

@@ -205,8 +205,7 @@ class LmDrafter:
         session = self._sessions.get(key)
         if session is None:
             return
-        if len(session.tokens) + len(committed.tokens) != committed.length:
-            raise ValueError(f"{len(session.tokens)} + {len(committed.tokens)} tokens do not make {committed.length}")
+        committed.check_follows(len(session.tokens))
         self._follow(session, committed.tokens)
         session.epoch, session.budget = committed.epoch, committed.budget
         session.levels, session.complete, session.given_up, session.frontier = 0, False, False, None

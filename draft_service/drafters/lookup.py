@@ -86,8 +86,7 @@ class LookupDrafter(ABC, Generic[S]):
         session = self._sessions.get(key)
         if session is None:
             return
-        if len(session.tokens) + len(committed.tokens) != committed.length:
-            raise ValueError(f"{len(session.tokens)} + {len(committed.tokens)} tokens do not make {committed.length}")
+        committed.check_follows(len(session.tokens))
         self._learn(session, committed.tokens)
         session.tokens.extend(committed.tokens)
         session.epoch, session.budget, session.due = committed.epoch, committed.budget, True
