@@ -179,7 +179,7 @@ class Planner:
         kept_for_prefill = min(LEAST_CHUNK, most // 2, sum(s.pending for s in prefilling))
         decoding = [s for s in ready if s.decoding][: most - kept_for_prefill]
         self._prefilling, self._least_chunk = len(prefilling), kept_for_prefill
-        self._prefill_first = bool(prefilling and decoding) and self._drafts_delay(decoding)
+        self._prefill_first = bool(prefilling and decoding and self.gate.open) and self._drafts_delay(decoding)
         parts = self._decode_parts(decoding, most - kept_for_prefill - len(decoding))
         if prefilling:
             rows = sum(len(part.rows.token) for part in parts)
@@ -330,7 +330,7 @@ class Planner:
         drafted = [part.session.has_drafted for part in parts if part.session.drafts]
         if not drafted:  # steps of sessions that have no drafts do not bring the next trial nearer
             return
-        if self._prefill_first and self.gate.open:
+        if self._prefill_first:
             return
         situation = self._situation([part.session for part in parts])
         if self.gate.open or situation != self._foreseen[0] or self._turn % LOOK_STEPS == 0:
