@@ -222,8 +222,9 @@ def main() -> None:
         __import__(name)  # once, for all forks
     gc.freeze()  # so that they share it
     most_cpu_s = {}
-    for module in modules:
-        _, status, used = os.wait4(fork(lambda module=module: run(module, None)), 0)
+    unchanged = {fork(lambda module=module: run(module, None)): module for module in modules}
+    for pid, module in unchanged.items():
+        _, status, used = os.wait4(pid, 0)
         assert status == 0, f"the tests of {module} fail on the module as it is"
         cpu_s = used.ru_utime + used.ru_stime
         most_cpu_s[module] = max(LEAST_CPU_S, round(4 * cpu_s))

@@ -273,6 +273,20 @@ class _Level:
         return self.seen >= CLEAR_STEPS and self.earned > CLEARLY * self.took
 
 
+@dataclass(slots=True)
+class _Trials:
+    """What came of having drafts on at a load level."""
+
+    hold: int = 0  # steps for which they stay off after the last time
+    failures: int = 0  # times in a row that they lost time
+    lost: float = 0.0  # since they were switched on, in plain steps: time that they have cost more than earned
+
+    def end(self, first_hold: int, longest_hold: int) -> None:
+        """Drafts are switched off."""
+        self.hold = max(min(longest_hold, max(first_hold, 2 * self.hold)), int(self.lost / TRIAL_SHARE))
+        self.failures = self.failures + 1 if self.lost > 0 else 0
+
+
 @dataclass
 class SpeculationGate:
     """Switches drafts off while they do not pay, all costs counted, and tries again after a while.
@@ -283,7 +297,8 @@ class SpeculationGate:
     pay, and on above ``OPEN_ABOVE``, or ``WARY`` more for each failure in a row, and every choice is held for
     ``DWELL_STEPS`` (vllm#49548 shows what the lack of such a hold does). As drafts that are off teach nothing, they
     are tried again after ``first_hold`` steps, and after twice as many each time that fails; but only when so many
-    steps have passed that the time lost by the trial is no more than ``TRIAL_SHARE`` of theirs.
+    steps have passed that the time lost by the trial is no more than ``TRIAL_SHARE`` of theirs. What trials taught of a
+    load says half as much of the next one, as above.
     """
 
     first_hold: int = 160
@@ -292,11 +307,9 @@ class SpeculationGate:
     advantage: float = 1.0  # at the present load
     _steps: int = 0  # since the last change
     _settling: int = SETTLING_STEPS
-    _hold: int = 0
-    _failures: int = 0  # times in a row that drafts were on and lost time
     _records: int = 0  # since it was opened
-    _lost: float = 0.0  # since then, in plain steps: time that drafts have cost more than they have earned
     _levels: dict[int, _Level] = field(default_factory=dict)
+    _trials: dict[int, _Trials] = field(default_factory=dict)
     _smooth: float = 0.0  # log advantage
     _load: int = -1
     _load_steps: int = 0  # at this load level
@@ -309,7 +322,7 @@ class SpeculationGate:
         tells of its load.
         """
         if self.open:
-            self._lost += took - earned
+            self._trials.setdefault(load, _Trials()).lost += took - earned
         if not self.open or self._settling:
             self._settling = max(0, self._settling - 1)
             return
@@ -331,19 +344,28 @@ class SpeculationGate:
         doubt = 0.05 if self._records < 2 * DWELL_STEPS and predicted > SHUT_BELOW else 0.0
         pays = load in self._levels and self._levels[load].pays
         if self.open and self.advantage < SHUT_BELOW - doubt and not pays:
-            doubled = min(self.longest_hold, max(self.first_hold, 2 * self._hold))
-            self._hold = max(doubled, int(self._lost / TRIAL_SHARE))
-            self._failures = self._failures + 1 if self._lost > 0 else 0
+            self._trials.setdefault(load, _Trials())
+            for level, trials in self._trials.items():
+                if level == load or trials.lost > 0:
+                    trials.end(self.first_hold, self.longest_hold)
             self._change()
-        elif not self.open and (self.advantage > self._open_above or self._steps >= self._hold):
-            self._hold = 0 if self.advantage > self._open_above else self._hold
-            self._change()
-        elif self.open and self._steps >= 8 * DWELL_STEPS:
-            self._hold = 0
+        elif not self.open:
+            hold, failures = self._lessons(load)
+            likely = self.advantage > OPEN_ABOVE + WARY * min(failures, MOST_WARY)
+            if likely or self._steps >= hold:
+                if likely and load in self._trials:
+                    self._trials[load].hold = 0
+                self._change()
+        elif self._steps >= 8 * DWELL_STEPS and load in self._trials:
+            self._trials[load].hold = 0
 
-    @property
-    def _open_above(self) -> float:
-        return OPEN_ABOVE + WARY * min(self._failures, MOST_WARY)
+    def _lessons(self, load: int) -> tuple[float, float]:
+        """Steps for which drafts stay off, and the number of failures that count."""
+        if not self._trials:
+            return self.first_hold, 0
+        nearest = min(self._trials, key=lambda known: abs(known - load))
+        share = 0.5 ** abs(nearest - load)
+        return max(self.first_hold, self._trials[nearest].hold * share), self._trials[nearest].failures * share
 
     def _shortfall(self, load: int) -> float:
         """Log of measured over predicted."""
@@ -355,6 +377,8 @@ class SpeculationGate:
     def _change(self) -> None:
         self.open, self._steps = not self.open, 0
         if self.open:
-            self._records, self._settling, self._lost = 0, SETTLING_STEPS, 0.0
+            self._records, self._settling = 0, SETTLING_STEPS
             for level in self._levels.values():
                 level.seen = 0.0
+            for trials in self._trials.values():
+                trials.lost = 0.0

@@ -220,3 +220,34 @@ def test_steps_of_few_sessions_between_those_of_all_are_weighed_by_their_time() 
         gate.step(1.2, LOAD)
     assert gate.open
     assert gate.advantage == pytest.approx(15 / 8 / 1.5, rel=0.03)
+
+
+def test_trials_that_fail_at_one_load_do_not_keep_drafts_off_at_another() -> None:
+    """Four clients at which drafts lose, then eight at which they pay, and the other way round."""
+    near, far = LOAD - 1, LOAD
+
+    def at_the_lossy_load(gate: SpeculationGate, steps: int) -> None:
+        for _ in range(steps):
+            gate.record(1.0, 1.25, 1.0, near)
+            gate.step(1.0, near)
+
+    gate = SpeculationGate()
+    at_the_lossy_load(gate, 4000)  # the next trial there is due after more than a thousand steps
+    while gate.open:
+        at_the_lossy_load(gate, 1)
+    for waited in range(4000):
+        if gate.open:
+            break
+        gate.step(1.0, far)
+    assert waited <= 640, "half of what has been learnt of the load next to it"
+    for _ in range(400):
+        gate.record(1.15, 1.0, 1.1, far)
+        gate.step(1.1, far)
+    assert gate.open
+    at_the_lossy_load(gate, 30)
+    assert not gate.open, "switched off there"
+    for waited in range(4000):
+        if gate.open:
+            break
+        gate.step(1.06, far)
+    assert waited <= 40, "what was lost at the other load does not make a good prediction suspect"
