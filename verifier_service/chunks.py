@@ -20,7 +20,7 @@ RISE, FALL = 0.3, 0.05
 """Weights of a step in the cost of a row: a chunk that was too large is felt by all, one that was too small by none."""
 
 LEAST_CHUNK = 8
-LEAST_ROWS = 3
+LEAST_ROWS = 4
 
 
 class PrefillCost:

@@ -53,7 +53,8 @@ class ReferenceGroup:
     whole: bool  # the group is the batch: all its rows, in order
     rows: Tensor  # int64 [requests * n], row of the batch; padding repeats the request's first row
     real: Tensor | None  # int64, places in `rows` that are no padding; None: all
-    blocks: Tensor  # int64 [requests * kv_heads * pages], (page, head) blocks of the cache
+    pages: Tensor  # int64 [requests, pages]
+    first: int | None  # the only request's first page, if all that follow are its neighbours
     keys: int  # keys of the longest request
     stale: list[tuple[int, int]]  # requests of fewer keys than the longest, and how many keys they have
     mask: Tensor | None  # additive [requests, 1, group * n, keys]; None: every row sees every key
@@ -61,6 +62,9 @@ class ReferenceGroup:
 
 MOST_PADDED_ROWS = 32
 """Requests with more rows (prefill) are computed one by one."""
+
+LEAST_RUN = 8
+"""So are requests with at least so many pages, all neighbours: their keys and values need not be gathered."""
 
 
 def tree_attention_reference(
@@ -114,16 +118,34 @@ def tree_attention_reference(
 
 
 def _gather(cache: Tensor, group: ReferenceGroup, dtype: torch.dtype, scale: float) -> Tensor:
-    """Keys or values [requests, kv_heads, keys, head_dim]; one index_select, as (page, head) blocks are whole."""
-    pages, kv_heads, _, head_dim = cache.shape
+    """Keys or values [requests, kv_heads, keys, head_dim], in place if the pages are neighbours.
+
+    The cache may lie in memory by pages or by heads. Either way (page, head) blocks are whole, and one index_select
+    gathers them.
+    """
+    pages, kv_heads, page, head_dim = cache.shape
     narrow = cache.element_size() == 1
-    picked = (cache.view(torch.uint8) if narrow else cache).view(pages * kv_heads, -1).index_select(0, group.blocks)
+    raw = cache.view(torch.uint8) if narrow else cache
+    by_head = _lies_by_head(cache)
+    if group.first is not None and by_head:
+        begin = group.first * page
+        picked = raw.transpose(0, 1).view(kv_heads, pages * page, head_dim)[None, :, begin : begin + group.keys]
+    else:
+        heads, table = torch.arange(kv_heads, device=cache.device).view(1, -1, 1), group.pages.unsqueeze(1)
+        blocks = heads * pages + table if by_head else table * kv_heads + heads
+        flat = (raw.transpose(0, 1) if by_head else raw).reshape(pages * kv_heads, page * head_dim)
+        picked = flat.index_select(0, blocks.flatten()).view(group.requests, kv_heads, -1, head_dim)
+        picked = picked[:, :, : group.keys]
     if narrow:
         picked = (picked.view(cache.dtype).float() * scale).to(dtype)
-    picked = picked.view(group.requests, kv_heads, -1, head_dim)[:, :, : group.keys]
     for request, keys in group.stale:  # what other sessions left there may not be finite, and 0 * NaN is NaN
         picked[request, :, keys:].zero_()
     return picked
+
+
+def _lies_by_head(cache: Tensor) -> bool:
+    """Whether a head's blocks of all pages [pages, kv_heads, PAGE, head_dim] lie side by side in memory."""
+    return cache.shape[1] > 1 and cache.stride(1) > cache.stride(0)
 
 
 def _explicit(
@@ -152,7 +174,8 @@ def _plan_groups(
     for r, n in enumerate(counts):
         if n:
             pages = -(-host.keys[r] // page)
-            alike.setdefault(((pages - 1).bit_length(), -1 if n <= MOST_PADDED_ROWS else r), []).append(r)
+            alone = n > MOST_PADDED_ROWS or (pages >= LEAST_RUN and _is_run(batch.block_table[r, :pages]))
+            alike.setdefault(((pages - 1).bit_length(), r if alone else -1), []).append(r)
     return [_plan_group(batch, members, page, kv_heads, heads, window, dtype) for members in alike.values()]
 
 
@@ -172,7 +195,7 @@ def _plan_group(
     table = batch.block_table[members, : -(-keys // page)].long()
     # A shorter request has no such page: its first one stands in, and `stale` hides it.
     table = torch.where(torch.arange(table.shape[1], device=device) < held, table, table[:, :1])
-    blocks = table.unsqueeze(1) * kv_heads + torch.arange(kv_heads, device=device).view(1, -1, 1)
+    first = int(table[0, 0]) if len(members) == 1 and _is_run(table[0]) else None
     stale = [(k, length) for k, length in enumerate(lengths) if length < keys]
     visible = _visible(batch, members, rows, keys, page, window)
     mask = None
@@ -180,7 +203,12 @@ def _plan_group(
         mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
         mask = mask.unsqueeze(1).expand(-1, heads, -1, -1).reshape(len(members), 1, heads * n, keys)
     whole = not padded and len(places) == len(batch.words)
-    return ReferenceGroup(len(members), whole, rows, real, blocks.flatten(), keys, stale, mask)
+    return ReferenceGroup(len(members), whole, rows, real, table, first, keys, stale, mask)
+
+
+def _is_run(pages: Tensor) -> bool:
+    """Whether pages [pages] are neighbours, in order."""
+    return bool((pages[1:] == pages[:-1] + 1).all())
 
 
 def _visible(batch: AttentionBatch, members: list[int], rows: Tensor, keys: int, page: int, window: int) -> Tensor:

@@ -96,10 +96,14 @@ class ModelRuntime:
         self.vocab_size = int(config.vocab_size)
         self.max_context_tokens = int(getattr(config, "max_position_embeddings", 1 << 30))
         self.layers = int(config.num_hidden_layers)
-        self.pool = PagePool(kv_pages, page_tokens)
+        on_cpu = self.device.type == "cpu"
+        self.pool = PagePool(kv_pages, page_tokens, prefer_runs=on_cpu)
         # One page more than the pool hands out: padding rows write there.
         shape = (self.layers, 2, kv_pages + 1, kv_heads, page_tokens, head_dim)
-        self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        if on_cpu:  # a head's pages side by side, so that neighbouring pages are read in place
+            shape = (*shape[:2], kv_heads, kv_pages + 1, *shape[4:])
+        cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.cache = cache.transpose(2, 3) if on_cpu else cache  # [layers, 2, pages, kv_heads, page, head_dim]
         self.decoder = make_decoder(model, kv_pages * page_tokens)
         self.padding = Padding(self.decoder.row_multiple, kv_pages)
         self.graphs: StepGraphs | None = None

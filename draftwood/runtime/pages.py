@@ -25,12 +25,17 @@ KEY_BYTES = 16
 FIRST_KEY = bytes(KEY_BYTES)
 """Stands for the empty text."""
 
+RUN_PAGES = 8
+"""Fewest pages for which it is worth looking for neighbours."""
+
 
 class PagePool:
     """Hands out page ids ``[0, total)`` and keeps what is published as long as nobody needs the room."""
 
-    def __init__(self, total: int, page_tokens: int) -> None:
+    def __init__(self, total: int, page_tokens: int, *, prefer_runs: bool = False) -> None:
+        """``prefer_runs``: many pages taken at once are neighbours, in order, if so many are free anywhere."""
         self.total = total
+        self._prefer_runs = prefer_runs
         self.page_tokens = page_tokens
         self.evictions = 0
         self._free = list(range(total - 1, -1, -1))
@@ -77,10 +82,21 @@ class PagePool:
             self._unpublish(page)
             self._free.append(page)
             self.evictions += 1
-        taken = [self._free.pop() for _ in range(count)]
+        taken = self._take_run(count) if self._prefer_runs and count >= RUN_PAGES else []
+        taken = taken or [self._free.pop() for _ in range(count)]
         for page in taken:
             self._holders[page] = 1
         return taken
+
+    def _take_run(self, count: int) -> list[int]:
+        """The first ``count`` free pages in a row, off the list of free ones; none if there is no such run."""
+        free = np.sort(self._free)
+        starts = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+        if not len(starts):
+            return []
+        first = int(free[starts[0]])
+        self._free = [page for page in self._free if not first <= page < first + count]
+        return list(range(first, first + count))
 
     def hold(self, pages: Iterable[int]) -> None:
         """Adds a holder to published pages."""

@@ -383,6 +383,38 @@ def test_drafting_level_by_level_sees_the_cached_levels(attend: Attend, window: 
         assert_right(case.run(attend), case)
 
 
+def by_head(case: Case, neighbours: Sequence[int]) -> Case:
+    """The same with caches that lie in memory by heads, and with the pages of some requests in a row."""
+    old, pages = case.batch.block_table.long(), len(case.key_cache)
+    order = [int(page) for r in neighbours for page in old[r] if page != NO_PAGE]
+    order += [page for page in range(pages) if page not in order]
+    place = torch.empty(pages, dtype=torch.long)
+    place[torch.tensor(order)] = torch.arange(pages)
+    table = torch.where(old == NO_PAGE, old, place[old.clamp(max=pages - 1)]).int()
+    caches = [
+        case.fences.put(cache[order].transpose(0, 1).contiguous()).transpose(0, 1)
+        for cache in (case.key_cache, case.value_cache)
+    ]
+    return replace(case, key_cache=caches[0], value_cache=caches[1], batch=replace(case.batch, block_table=table))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("window", [0, 40])
+def test_the_reference_reads_neighbouring_pages_in_place(kv_heads: int, window: int) -> None:
+    """Long and short requests, prefill beside trees; what is read in place and what is gathered is the same."""
+    rng = np.random.default_rng(3)
+    requests = [Request(290, random_tree(rng, 9)), Request(131, chain(60)), Request(7, chain(2)), Request(300, [-1])]
+    case = build(requests, Geometry(kv_heads=kv_heads, window=window, group=3))
+    for neighbours in ([], [0], [0, 1], [2, 3], [3, 1, 0, 2]):
+        moved = by_head(case, neighbours)
+        out = moved.run(tree_attention_reference)
+        assert_right(out, moved)
+        groups = [group for plan in moved.batch.reference_plans.values() for group in plan]
+        alone = {int(group.rows[0]) for group in groups if group.first is not None}
+        long = {int(moved.batch.row_start[r]) for r in neighbours if r != 2}
+        assert long <= alone
+
+
 @interpreted
 @pytest.mark.parametrize(("slots", "fixed_chunk"), [(1, 0), (9, 0), (30, 0), (1, 1), (1, 3)])
 @pytest.mark.parametrize("geometry", [Geometry(window=18), Geometry(sinks=True, head_dim=96, softcap=3.0)], ids=str)

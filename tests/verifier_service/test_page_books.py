@@ -16,7 +16,7 @@ from table_runtime import VOCAB, TableRuntime, oracle, table_engine
 
 from draftwood.errors import ResourceExhausted
 from draftwood.parameters import SamplingParams
-from draftwood.runtime.pages import FIRST_KEY, PagePool
+from draftwood.runtime.pages import FIRST_KEY, RUN_PAGES, PagePool
 from verifier_service.engine import Engine, Outcome
 from verifier_service.live_tree import Nodes
 
@@ -27,12 +27,13 @@ seeds = st.integers(0, 2**32 - 1)
 class Pool(RuleBasedStateMachine):
     """``PagePool`` alone: holders with pages of their own and shared ones."""
 
-    @initialize(total=st.integers(1, 9))
-    def start(self, total: int) -> None:
-        self.pool = PagePool(total, PAGE)
+    @initialize(total=st.integers(1, 9) | st.integers(20, 40), prefer_runs=st.booleans())
+    def start(self, total: int, prefer_runs: bool) -> None:
+        self.pool = PagePool(total, PAGE, prefer_runs=prefer_runs)
+        self.prefer_runs = prefer_runs
         self.texts: list[tuple[list[int], list[bytes]]] = []  # pages of each holder, keys of those published
 
-    @rule(count=st.integers(0, 4), known=st.integers(0, 2))
+    @rule(count=st.integers(0, 4) | st.integers(RUN_PAGES - 1, RUN_PAGES + 4), known=st.integers(0, 2))
     def take(self, count: int, known: int) -> None:
         """A holder whose text begins like one of three."""
         keys = [self.pool.key(FIRST_KEY, [known] * PAGE)]
@@ -49,7 +50,13 @@ class Pool(RuleBasedStateMachine):
                 raise AssertionError("more pages were taken than there are")
             self.pool.give(shared)
             return
-        self.texts.append((shared + self.pool.take_pages(count), keys[: len(shared)]))
+        free = set(range(self.pool.total)) - {page for page, n in enumerate(self.pool._holders) if n}
+        free -= self.pool._cached.keys()
+        taken = self.pool.take_pages(count)
+        if self.prefer_runs and count >= RUN_PAGES:
+            runs = [first for first in free if all(first + k in free for k in range(count))]
+            assert not runs or taken == list(range(min(runs), min(runs) + count))
+        self.texts.append((shared + taken, keys[: len(shared)]))
 
     @precondition(lambda self: self.texts)
     @rule(seed=seeds)
