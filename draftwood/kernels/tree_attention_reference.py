@@ -33,7 +33,7 @@ class AttentionBatch:
         return HostLists(self.row_start.tolist(), self.context.tolist(), self.keys.tolist())
 
     @cached_property
-    def reference_plans(self) -> dict[tuple[int, int, int, int, torch.dtype], list[ReferenceGroup]]:
+    def reference_plans(self) -> dict[tuple[Blocks, int, int, torch.dtype], list[ReferenceGroup]]:
         """Plans of the reference, made once a forward and shared by all layers of the same geometry."""
         return {}
 
@@ -46,6 +46,31 @@ class HostLists:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How the (page, head) blocks of a cache [pages, kv_heads, PAGE, head_dim] lie: by pages, or by heads."""
+
+    pages: int
+    kv_heads: int
+    page: int
+    by_head: bool
+
+    @staticmethod
+    def of(cache: Tensor) -> Blocks:
+        pages, kv_heads, page, _ = cache.shape
+        return Blocks(pages, kv_heads, page, kv_heads > 1 and cache.stride(1) > cache.stride(0))
+
+    def places(self, table: Tensor) -> Tensor:
+        """Places of the blocks of pages [requests, pages], int64 [requests * kv_heads * pages]."""
+        heads, table = torch.arange(self.kv_heads, device=table.device).view(1, -1, 1), table.unsqueeze(1)
+        places = heads * self.pages + table if self.by_head else table * self.kv_heads + heads
+        return places.flatten()
+
+    def reads_in_place(self, pages: Tensor) -> bool:
+        """Whether pages [pages] are neighbours, in order, and each head's lie side by side."""
+        return (self.by_head or self.kv_heads == 1) and bool((pages[1:] == pages[:-1] + 1).all())
+
+
+@dataclass(frozen=True)
 class ReferenceGroup:
     """Requests that the reference computes together: about as many pages each, all padded to the longest."""
 
@@ -53,8 +78,8 @@ class ReferenceGroup:
     whole: bool  # the group is the batch: all its rows, in order
     rows: Tensor  # int64 [requests * n], row of the batch; padding repeats the request's first row
     real: Tensor | None  # int64, places in `rows` that are no padding; None: all
-    pages: Tensor  # int64 [requests, pages]
-    first: int | None  # the only request's first page, if all that follow are its neighbours
+    blocks: Tensor  # int64 [requests * kv_heads * pages], (page, head) blocks of the cache
+    first: int | None  # the only request's first page, if all that follow are its neighbours and are read in place
     keys: int  # keys of the longest request
     stale: list[tuple[int, int]]  # requests of fewer keys than the longest, and how many keys they have
     mask: Tensor | None  # additive [requests, 1, group * n, keys]; None: every row sees every key
@@ -89,11 +114,11 @@ def tree_attention_reference(
     Returns [rows, q_heads, head_dim] in the dtype of ``query``.
     """
     _, q_heads, head_dim = query.shape
-    kv_heads, page = key_cache.shape[1:3]
+    kv_heads = key_cache.shape[1]
     heads = q_heads // kv_heads
-    key = (page, kv_heads, heads, window, query.dtype)
+    key = (Blocks.of(key_cache), heads, window, query.dtype)
     if key not in batch.reference_plans:
-        batch.reference_plans[key] = _plan_groups(batch, page, kv_heads, heads, window, query.dtype)
+        batch.reference_plans[key] = _plan_groups(batch, *key)
     out: Tensor | None = None
     for group in batch.reference_plans[key]:
         k = _gather(key_cache, group, query.dtype, key_scale)
@@ -118,34 +143,22 @@ def tree_attention_reference(
 
 
 def _gather(cache: Tensor, group: ReferenceGroup, dtype: torch.dtype, scale: float) -> Tensor:
-    """Keys or values [requests, kv_heads, keys, head_dim], in place if the pages are neighbours.
-
-    The cache may lie in memory by pages or by heads. Either way (page, head) blocks are whole, and one index_select
-    gathers them.
-    """
+    """Keys or values [requests, kv_heads, keys, head_dim]: in place, or by one index_select of whole blocks."""
     pages, kv_heads, page, head_dim = cache.shape
     narrow = cache.element_size() == 1
     raw = cache.view(torch.uint8) if narrow else cache
-    by_head = _lies_by_head(cache)
-    if group.first is not None and by_head:
+    raw = raw if raw.is_contiguous() else raw.transpose(0, 1)
+    if group.first is not None:
         begin = group.first * page
-        picked = raw.transpose(0, 1).view(kv_heads, pages * page, head_dim)[None, :, begin : begin + group.keys]
+        picked = raw.view(kv_heads, pages * page, head_dim)[None, :, begin : begin + group.keys]
     else:
-        heads, table = torch.arange(kv_heads, device=cache.device).view(1, -1, 1), group.pages.unsqueeze(1)
-        blocks = heads * pages + table if by_head else table * kv_heads + heads
-        flat = (raw.transpose(0, 1) if by_head else raw).reshape(pages * kv_heads, page * head_dim)
-        picked = flat.index_select(0, blocks.flatten()).view(group.requests, kv_heads, -1, head_dim)
-        picked = picked[:, :, : group.keys]
+        picked = raw.view(pages * kv_heads, -1).index_select(0, group.blocks)
+        picked = picked.view(group.requests, kv_heads, -1, head_dim)[:, :, : group.keys]
     if narrow:
         picked = (picked.view(cache.dtype).float() * scale).to(dtype)
     for request, keys in group.stale:  # what other sessions left there may not be finite, and 0 * NaN is NaN
         picked[request, :, keys:].zero_()
     return picked
-
-
-def _lies_by_head(cache: Tensor) -> bool:
-    """Whether a head's blocks of all pages [pages, kv_heads, PAGE, head_dim] lie side by side in memory."""
-    return cache.shape[1] > 1 and cache.stride(1) > cache.stride(0)
 
 
 def _explicit(
@@ -166,23 +179,24 @@ def _explicit(
 
 
 def _plan_groups(
-    batch: AttentionBatch, page: int, kv_heads: int, heads: int, window: int, dtype: torch.dtype
+    batch: AttentionBatch, lie: Blocks, heads: int, window: int, dtype: torch.dtype
 ) -> list[ReferenceGroup]:
     host = batch.host
     counts = [end - begin for begin, end in zip(host.row_start, host.row_start[1:], strict=False)]
     alike: dict[tuple[int, int], list[int]] = {}
     for r, n in enumerate(counts):
         if n:
-            pages = -(-host.keys[r] // page)
-            alone = n > MOST_PADDED_ROWS or (pages >= LEAST_RUN and _is_run(batch.block_table[r, :pages]))
+            pages = -(-host.keys[r] // lie.page)
+            in_place = pages >= LEAST_RUN and lie.reads_in_place(batch.block_table[r, :pages])
+            alone = n > MOST_PADDED_ROWS or in_place
             alike.setdefault(((pages - 1).bit_length(), r if alone else -1), []).append(r)
-    return [_plan_group(batch, members, page, kv_heads, heads, window, dtype) for members in alike.values()]
+    return [_plan_group(batch, members, lie, heads, window, dtype) for members in alike.values()]
 
 
 def _plan_group(
-    batch: AttentionBatch, members: list[int], page: int, kv_heads: int, heads: int, window: int, dtype: torch.dtype
+    batch: AttentionBatch, members: list[int], lie: Blocks, heads: int, window: int, dtype: torch.dtype
 ) -> ReferenceGroup:
-    host, device = batch.host, batch.words.device
+    host, device, page = batch.host, batch.words.device, lie.page
     counts = [host.row_start[r + 1] - host.row_start[r] for r in members]
     lengths = [host.keys[r] for r in members]
     n, keys = max(counts), max(lengths)
@@ -195,7 +209,7 @@ def _plan_group(
     table = batch.block_table[members, : -(-keys // page)].long()
     # A shorter request has no such page: its first one stands in, and `stale` hides it.
     table = torch.where(torch.arange(table.shape[1], device=device) < held, table, table[:, :1])
-    first = int(table[0, 0]) if len(members) == 1 and _is_run(table[0]) else None
+    first = int(table[0, 0]) if len(members) == 1 and lie.reads_in_place(table[0]) else None
     stale = [(k, length) for k, length in enumerate(lengths) if length < keys]
     visible = _visible(batch, members, rows, keys, page, window)
     mask = None
@@ -203,12 +217,7 @@ def _plan_group(
         mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
         mask = mask.unsqueeze(1).expand(-1, heads, -1, -1).reshape(len(members), 1, heads * n, keys)
     whole = not padded and len(places) == len(batch.words)
-    return ReferenceGroup(len(members), whole, rows, real, table, first, keys, stale, mask)
-
-
-def _is_run(pages: Tensor) -> bool:
-    """Whether pages [pages] are neighbours, in order."""
-    return bool((pages[1:] == pages[:-1] + 1).all())
+    return ReferenceGroup(len(members), whole, rows, real, lie.places(table), first, keys, stale, mask)
 
 
 def _visible(batch: AttentionBatch, members: list[int], rows: Tensor, keys: int, page: int, window: int) -> Tensor:
