@@ -67,6 +67,13 @@ def few_tokens(size: int, pairs: Sequence[str], rest: str, step: int = 1) -> Tok
     return tokenizer
 
 
+def characters() -> Tokenizer:
+    """One that has few characters and cannot spell others."""
+    tokenizer = few_tokens(40, ["th", "he", "in"], "xyzXYZHdwq!?*#@%&$~")
+    tokenizer.add_special_tokens([SPECIAL])
+    return tokenizer
+
+
 def word_piece() -> Tokenizer:
     """BERT's way: a space before every token that is no continuation."""
     tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))

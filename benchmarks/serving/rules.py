@@ -42,7 +42,7 @@ from draftwood.sampling import draft_children, target_tokens
 from draftwood.tree import Proposal
 
 CHILDREN = (1, 2, 4, 8)
-ANSWER_TOKENS = 48
+ANSWER_TOKENS = 40
 SEEDS = 2
 """Draws of the noise at each place."""
 RUNS = 16
@@ -183,6 +183,7 @@ def main() -> bool:
     parser.add_argument("--draft", type=Path, default=demo_draft())
     parser.add_argument("--of-design", type=Path, help="the draft of which the known figures are")
     chosen = parser.parse_args()
+    torch.set_num_threads(1)  # beside others, threads that wait for each other take longer
     target = AutoModelForCausalLM.from_pretrained(demo_target(), dtype=torch.float32).eval()
     then = time.monotonic()
     texts = answers(target, TextCodec(demo_target()))

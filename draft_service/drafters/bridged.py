@@ -53,6 +53,7 @@ class _Session:
     guesses: dict[int, _Guess] = field(default_factory=dict)  # by the draft's node id
     sent: dict[Path, int] = field(default_factory=dict)  # the target's tokens from the anchor -> our node id
     next_id: int = 1
+    lost: bool = False  # the text ends with what the draft cannot read: what it draws is not for this place
     drawing: bool = False  # the draft's round is open
     due: bool = True  # a round is owed
 
@@ -101,7 +102,13 @@ class BridgedDrafter:
         text, begun = split_character(session.begun + self._target.spell(tokens, session.shown + session.begun))
         session.begun = begun
         own = self._own_tokens(session, text)
+        if self._draft.spell(own, session.shown) == text:
+            self._follow(session, own, text)
+        else:
+            session.guesses = {}
         session.shown = (session.shown + text)[-2 * WINDOW :]
+        session.lost = not own if text else session.lost
+        session.drawing &= not session.lost
         if not own:
             return
         if not session.known:
@@ -114,7 +121,6 @@ class BridgedDrafter:
             self._inner.open(key, opened)
         else:
             session.known += len(own)
-            self._follow(session, own, text)
             self._inner.commit(key, SessionCommitted(session.epoch, session.known, own, session.budget))
         session.drawing = session.budget > 0
 
@@ -129,6 +135,8 @@ class BridgedDrafter:
 
     def _follow(self, session: _Session, tokens: Path, text: str) -> None:
         """Re-roots what is known of the draft's tree."""
+        if not tokens:
+            return
         count = len(tokens)
         anchor = next((g for g in session.guesses.values() if g.tokens == tokens), None)
         below = {i: g for i, g in session.guesses.items() if anchor and g.tokens[:count] == tokens and g is not anchor}
@@ -161,7 +169,7 @@ class BridgedDrafter:
         for own, (parent, token, score) in enumerate(columns, start=growth.first_id):
             above = session.guesses.get(parent) if parent else root
             piece = self._draft.piece(token, (session.shown + above.text)[-1:]) if above else None
-            if above and piece:
+            if above and piece and not session.lost:
                 session.guesses[own] = _Guess((*above.tokens, token), above.text + piece, above.reach + score)
 
     def _grow(self, session: _Session, handle: int) -> SessionGrowth:

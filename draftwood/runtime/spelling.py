@@ -24,6 +24,9 @@ FIRST_SPECIAL = 256
 WINDOW = 48
 """Symbols before a text that are tokenized with it: a word and its surroundings."""
 
+CONTINUATIONS = "".join(map(chr, range(0x80, 0xC0)))
+"""Bytes that go on with a character."""
+
 PROBE = "A probe, with (two) lines:\n1 + 2 = 3."
 BYTE_LEVEL, MARKED = "byte_level", "marked"
 SPACE_MARK = "\u2581"
@@ -59,8 +62,7 @@ class Speller:
         """What a token spells; None: nothing that the other side could spell."""
         piece = self._pieces[token] if token < len(self._pieces) else None
         # Such tokenizers put a space before a text, and drop it when they decode.
-        starts = self._marks_start and (not behind or _is_special(behind[-1]))
-        return piece[1:] if piece and starts and piece[0] == " " else piece
+        return piece[1:] if piece and self._marks_start and _begins(behind) and piece[0] == " " else piece
 
     def spell(self, tokens: Sequence[int], behind: str) -> str:
         """What a text of tokens spells; those that spell nothing are left out."""
@@ -89,16 +91,23 @@ class Speller:
         return [token for run in runs for token in self._encode(run.encode("latin-1").decode(errors="replace"))]
 
     def _spell_run(self, run: str, behind: str) -> list[int]:
-        """``tokens`` of text without special tokens."""
-        begun = len(run) - len(run.lstrip("".join(map(chr, range(0x80, 0xC0)))))
-        window = _window(behind)
-        for before in dict.fromkeys((window, *(() if begun else ("\n", "")))):
-            if found := self._fit(before, run, starts=not window):
-                return found
-        head = [self._byte_ids[byte] for byte in run[:begun] if byte in self._byte_ids]
-        if not begun or len(head) < begun:
-            return []
-        return [*head, *(self._spell_run(run[begun:], behind + run[:begun]) if run[begun:] else [])]
+        """``tokens`` of text without special tokens.
+
+        Where the tokenizer has others than ``behind`` for the text, it is asked for the text alone, and where it
+        changes a character or had this one's beginning in another token, the character is put together from bytes.
+        """
+        found: list[int] = []
+        while run:
+            window, head = _window(behind), _first_character(run)
+            contexts = (window,) if run[0] in CONTINUATIONS else (window, "\n", "")
+            fits = (self._fit(before, run, starts=_begins(behind)) for before in dict.fromkeys(contexts))
+            single = [self._byte_ids[byte] for byte in head if byte in self._byte_ids]
+            tokens = next(filter(None, fits), single if len(single) == len(head) else [])
+            text = self.spell(tokens, behind)
+            if not text:
+                break
+            found, behind, run = [*found, *tokens], behind + text, run[len(text) :]
+        return found
 
     def _fit(self, before: str, run: str, *, starts: bool) -> list[int]:
         """Tokens of ``run`` as the tokenizer has them behind ``before``; none if one of its tokens crosses the border.
@@ -215,6 +224,11 @@ def _is_special(symbols: str) -> bool:
     return ord(symbols[0]) >= FIRST_SPECIAL
 
 
+def _begins(behind: str) -> bool:
+    """Whether what follows is the beginning of a text."""
+    return not behind or _is_special(behind[-1])
+
+
 def _runs(text: str) -> Iterator[str]:
     """Special tokens one by one, and the text between them."""
     for special, symbols in groupby(text, key=_is_special):
@@ -226,7 +240,15 @@ def _window(behind: str) -> str:
     *_, last = ["", *_runs(behind[-WINDOW:])]
     if not last or _is_special(last):
         return ""
-    return last.lstrip("".join(map(chr, range(0x80, 0xC0)))) if len(behind) > len(last) else last
+    return last.lstrip(CONTINUATIONS) if len(behind) > len(last) else last
+
+
+def _first_character(run: str) -> str:
+    """The bytes of a spelling up to the next character; none if that is not whole."""
+    length = 1
+    while length < len(run) and run[length] in CONTINUATIONS:
+        length += 1
+    return split_character(run[:length])[0]
 
 
 def _whole_characters(text: str) -> str:
