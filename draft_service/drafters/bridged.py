@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from draft_service.drafter import Drafter, Key, SessionCommitted, SessionStart
+from draft_service.drafter import Drafter, Key, SessionCommitted, SessionStart, StepMs
 from draftwood import tree as tt
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.spelling import WINDOW, Speller, split_character
@@ -47,6 +47,7 @@ class _Session:
     length: int  # of the target's tokens
     epoch: int
     budget: int
+    step_ms: StepMs = ()
     shown: str = ""  # end of the text that the draft knows
     begun: str = ""  # bytes of a character that is not whole: the draft does not know them
     known: int = 0  # tokens that the draft has been told
@@ -79,7 +80,7 @@ class BridgedDrafter:
     # --- sessions ---
 
     def open(self, key: Key, start: SessionStart) -> None:
-        session = self._sessions[key] = _Session(start, len(start.tokens), start.epoch, start.budget)
+        session = self._sessions[key] = _Session(start, len(start.tokens), start.epoch, start.budget, start.step_ms)
         self._tell(key, session, start.tokens)
 
     def commit(self, key: Key, committed: SessionCommitted) -> None:
@@ -88,6 +89,7 @@ class BridgedDrafter:
             return
         committed.check_follows(session.length)
         session.length, session.epoch, session.budget = committed.length, committed.epoch, committed.budget
+        session.step_ms = committed.step_ms
         session.due = True
         taken, count = committed.tokens, len(committed.tokens)
         session.sent = {p[count:]: i for p, i in session.sent.items() if len(p) > count and p[:count] == taken}
@@ -121,7 +123,8 @@ class BridgedDrafter:
             self._inner.open(key, opened)
         else:
             session.known += len(own)
-            self._inner.commit(key, SessionCommitted(session.epoch, session.known, own, session.budget))
+            told = SessionCommitted(session.epoch, session.known, own, session.budget, session.step_ms)
+            self._inner.commit(key, told)
         session.drawing = session.budget > 0
 
     def _own_tokens(self, session: _Session, text: str) -> Path:

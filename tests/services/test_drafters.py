@@ -121,3 +121,19 @@ async def test_the_suffix_index_learns_from_ended_texts(stack: Stack) -> None:
     again = await cluster.speculative("Green is the sea", **options)
     assert again.tokens == first.tokens
     assert again.accepted > max(20, first.accepted)
+
+
+async def test_the_verifiers_step_times_reach_the_draft_worker(stack: Stack) -> None:
+    """Sequoia draws no more than pays there: on a verifier where nodes are dear, fewer than the budget."""
+    cluster = await stack.cluster([{"topology": "sequoia", "branch": 6}], width="adaptive", draft_wait_ms=1000.0)
+    curve = StepTimes([1, 2, 3, 17], [0.01, 0.0101, 0.0102, 1.0])
+    cluster.engine.planner.times = curve
+    link_curve = StepCurve(curve, 16)
+    told = link_curve.news(1, 0.0)
+    verifier_link = next(iter(cluster.verifier._links.values()))
+    verifier_link._curve = StepCurve(curve, 16)
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    text = await cluster.speculative("The sky is blue", **options)
+    assert text.tokens == await cluster.plain("The sky is blue", **options)
+    [link] = cluster.drafts[0]._links.values()
+    assert link._step_ms == pytest.approx(told, rel=0.5) if told else False
