@@ -21,7 +21,7 @@ from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 
 StepMs = tuple[tuple[int, float], ...]
-"""What a step of the verifier takes: rows that each session has in it, and milliseconds; rows ascending. (): unknown."""
+"""What a step of the verifier takes: rows of each session, ascending, and milliseconds. (): unknown."""
 
 Key = tuple[int, int]
 """A session at this worker: (link to a verifier, handle on it)."""

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from draftwood.client import Chunk, DraftwoodClient, Finished, Message, Usage
 from draftwood.config import DraftSettings, RouterSettings
-from draftwood.errors import DraftwoodError, Internal, Unavailable
+from draftwood.errors import DraftwoodError, Internal, InvalidArgument, Unavailable
 from draftwood.tap import Tally, Tap
 
 TASKS = Path(__file__).parent / "tasks.yaml"
@@ -69,22 +70,26 @@ Key = tuple[str, str, float]
 def load_tasks(names: Sequence[str] = (), prompts: int = 0) -> dict[str, list[str]]:
     """Prompts by kind of task: all kinds without names, the first ``prompts`` of each (0: all).
 
-    Raises Internal NO_TASK for a name that the file has not.
+    Raises InvalidArgument CONFIG for a name that the file has not.
     """
     tasks: dict[str, list[str]] = yaml.safe_load(TASKS.read_text(encoding="utf-8"))
     if unknown := [name for name in names if name not in tasks]:
-        raise Internal("NO_TASK", f"no task {unknown[0]!r}; there are {', '.join(tasks)}")
+        raise InvalidArgument("CONFIG", f"no task {unknown[0]!r}; there are {', '.join(tasks)}", field="task")
     return {name: tasks[name][: prompts or None] for name in names or tasks}
 
 
 async def compare(options: Options, console: Console) -> dict[str, Any]:
     """Runs it; returns what is written to the file. A method that cannot be started is named with the reason."""
-    texts = [(task, prompt, t) for task, prompts in options.tasks.items() for prompt in prompts for t in options.temperatures]
+    asked = [(task, prompt) for task, prompts in options.tasks.items() for prompt in prompts]
+    texts = [(task, prompt, temperature) for task, prompt in asked for temperature in options.temperatures]
     settings = {
         "width": "full", "max_nodes": options.nodes, "max_live_nodes": max(512, 4 * options.nodes), "kv_pages": 64,
         "draft_wait_ms": DRAFT_WAIT_MS, "max_context_tokens": 2048,
     } | dict(options.verifier)  # fmt: skip
-    async with _service("verifier_service", "DRAFTWOOD_VERIFIER_", settings) as verifier, _tapped(verifier) as (tap, address):
+    async with (
+        _service("verifier_service", "DRAFTWOOD_VERIFIER_", settings) as verifier,
+        _tapped(verifier) as (tap, address),
+    ):
         async with _client(address, ()) as client:
             await _answer(client, texts[0], WARM_UP_TOKENS, False)
             plain = {key: await _answer(client, key, options.tokens, False) for key in texts}
@@ -94,7 +99,7 @@ async def compare(options: Options, console: Console) -> dict[str, Any]:
             try:
                 methods[name] = await _measure(options, chosen, tap, address, plain)
             except (DraftwoodError, ValueError) as error:
-                methods[name] = {"settings": chosen, "skipped": str(error).splitlines()[0]}
+                methods[name] = {"settings": chosen, "skipped": _reason(error)}
             console.print(f"{name}: {methods[name].get('skipped') or 'done'}", highlight=False, markup=False)
     return {
         "tokens": options.tokens,
@@ -122,6 +127,12 @@ async def _measure(
                 written = {key: await _answer(client, key, options.tokens, True) for key in keys}
                 cells.append({"task": task, "temperature": temperature} | figures(written, plain, tap.tally))
     return {"settings": chosen, "cells": cells}
+
+
+def _reason(error: Exception) -> str:
+    """One line."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error).splitlines()[0]
+    return text.removeprefix("Value error, ")
 
 
 def figures(written: dict[Key, Text], plain: dict[Key, Text], tally: Tally) -> dict[str, Any]:
@@ -173,8 +184,8 @@ async def _service(module: str, prefix: str, settings: dict[str, Any]) -> AsyncI
     reading = asyncio.create_task(_drain(process.stderr, said.append))
     try:
         async with asyncio.timeout(READY_S):
-            yield_address = await _await_ready(process, said)
-        yield yield_address
+            address = await _await_ready(process, said)
+        yield address
     finally:
         if process.returncode is None:
             process.terminate()
@@ -224,9 +235,10 @@ async def _client(verifier: str, drafts: Sequence[str]) -> AsyncIterator[Draftwo
     router = RouterServer(RouterSettings(verifiers=[verifier], drafts=list(drafts), reconnect_s=0.1))
     address = await router.start()
     try:
-        async with DraftwoodClient(address) as client, asyncio.timeout(READY_S):
+        async with asyncio.timeout(READY_S):
             while not all(worker.health == "READY" for worker in router.workers()):
                 await asyncio.sleep(POLL_S)
+        async with DraftwoodClient(address) as client:
             yield client
     finally:
         await router.stop(0.5)
@@ -308,8 +320,10 @@ def load_methods(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def merged(found: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """With the methods of an earlier run on the same texts; raises Internal OTHER_RUN for one on others."""
+    """With the methods of an earlier run on the same texts; raises InvalidArgument CONFIG for one on others."""
     same = ("tokens", "nodes", "temperatures", "prompts")
     if differing := [name for name in same if earlier.get(name) != found[name]]:
-        raise Internal("OTHER_RUN", f"the earlier run has other {differing[0]}: {earlier.get(differing[0])}")
+        name = differing[0]
+        message = f"the file's run has {name} {earlier.get(name)}, this one {found[name]}"
+        raise InvalidArgument("CONFIG", message, field=name)
     return found | {"methods": earlier["methods"] | found["methods"]}

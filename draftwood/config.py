@@ -129,7 +129,7 @@ class DraftSettings(ServerSettings):
     model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.7 M parameters)')
     tokenizer: str = Field("", description="where the draft's tokenizer is; empty: beside its model")
     target_tokenizer: str = Field(
-        "", description='kind bridged: where the target\'s tokenizer is: path, hub id, or "demo"; guesses go in its tokens'
+        "", description='kind bridged: where the tokenizer of the target is: path, hub id, or "demo"'
     )
     device: Device = "auto"
     dtype: DType = "auto"

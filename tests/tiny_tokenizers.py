@@ -53,7 +53,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def few_tokens(size: int, pairs: Sequence[str], rest: str, step: int = 1) -> Tokenizer:
-    """A byte-level one of ``size`` tokens: ``pairs``, the characters of a plain sentence, and as many of ``rest`` as fit.
+    """A byte-level one of ``size`` tokens: ``pairs``, the characters of a sentence, and as many of ``rest`` as fit.
 
     ``step``, coprime to ``size``, shuffles the ids.
     """

@@ -207,10 +207,10 @@ class DraftLink:
     def _tell_times(self) -> None:
         """Says what steps take, if that has moved; on the engine's thread. A full width asks for all nodes anyhow."""
         engine = self._target.engine
-        if self._target.settings.width == "full" or (news := self._curve.news(len(engine.running), engine.clock())) is None:
-            return
-        times = draft_pb2.StepTimes(rows=[rows for rows, _ in news], ms=[ms for _, ms in news])
-        self._loop.call_soon_threadsafe(self._queue_times, times)
+        told = self._target.settings.width == "adaptive"
+        if told and (news := self._curve.news(len(engine.running), engine.clock())):
+            times = draft_pb2.StepTimes(rows=[rows for rows, _ in news], ms=[ms for _, ms in news])
+            self._loop.call_soon_threadsafe(self._queue_times, times)
 
     def _queue_times(self, times: draft_pb2.StepTimes) -> None:
         self._outbox.step_times.CopyFrom(times)

@@ -3,7 +3,7 @@
 The demo target answers the everyday prompts at temperature 1. At each place of these answers, p is the target's
 distribution of the next token and q the draft's, both at temperature 1, and
 
-plain         the children are the likeliest of q, and the target samples p without regard to them: the sum of p over them
+plain         the children are the likeliest of q, and the target samples p without regard to them: p's sum over them
 shared noise  the children are the likeliest of log q + g, the target takes the likeliest of log p + g: drawn
 rejection     the children are samples of q, and SpecInfer's multi-step rejection decides: drawn
 
@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from results import Check, write
 from torch import Tensor
@@ -41,6 +40,7 @@ from draftwood.runtime.text import TextCodec, end_tokens
 from draftwood.sampling import draft_children, target_tokens
 from draftwood.tree import Proposal
 
+ROOT = Path(__file__).parents[2]
 CHILDREN = (1, 2, 4, 8)
 ANSWER_TOKENS = 40
 SEEDS = 2

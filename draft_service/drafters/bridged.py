@@ -144,9 +144,7 @@ class BridgedDrafter:
         anchor = next((g for g in session.guesses.values() if g.tokens == tokens), None)
         below = {i: g for i, g in session.guesses.items() if anchor and g.tokens[:count] == tokens and g is not anchor}
         session.guesses = {
-            i: _Guess(g.tokens[count:], g.text[len(text) :], g.reach - anchor.reach)
-            for i, g in below.items()
-            if anchor
+            i: _Guess(g.tokens[count:], g.text[len(text) :], g.reach - anchor.reach) for i, g in below.items() if anchor
         }
 
     # --- growth ---
@@ -185,9 +183,7 @@ class BridgedDrafter:
             session.sent[paths[node]] = session.next_id
             session.next_id += 1
         parent = np.array([session.sent.get(paths[node][:-1], 0) for node in fresh], np.int64)
-        return SessionGrowth(
-            handle, session.epoch, first, parent, tree.token[fresh], tree.score[fresh], complete=True
-        )
+        return SessionGrowth(handle, session.epoch, first, parent, tree.token[fresh], tree.score[fresh], complete=True)
 
     def _tree(self, session: _Session) -> tuple[list[Path], TokenTree]:
         """The target's tokens of all that the draft has drawn, as a trie, and the path to each of its nodes."""

@@ -157,7 +157,7 @@ def split_character(text: str) -> tuple[str, str]:
 def pair_specials(
     draft: Mapping[str, int], target: Mapping[str, int], ends: tuple[str | None, str | None]
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """Symbols of the special tokens of both sides by id: those of one name, and the ends of text (draft's, target's)."""
+    """Symbols of the special tokens of both sides by id: those of one name, and the ``ends`` of a text."""
     names = [(name, name) for name in draft if name in target]
     end, other = ends
     if end in draft and other in target and end not in target and other not in draft:
@@ -231,8 +231,9 @@ def _begins(behind: str) -> bool:
 
 def _runs(text: str) -> Iterator[str]:
     """Special tokens one by one, and the text between them."""
-    for special, symbols in groupby(text, key=_is_special):
-        yield from symbols if special else ["".join(symbols)]
+    for special, group in groupby(text, key=_is_special):
+        symbols = "".join(group)
+        yield from symbols if special else (symbols,)
 
 
 def _window(behind: str) -> str:

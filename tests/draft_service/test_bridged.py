@@ -154,7 +154,9 @@ def ids(side: Speller, text: str) -> list[int]:
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @settings(max_examples=120, deadline=None)
 @given(prompt=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=8), rounds=SEVERAL)
-def test_any_texts_and_any_trees(draft: str, target: str, prompt: list[int], rounds: list[tuple[list[int], Paths]]) -> None:
+def test_any_texts_and_any_trees(
+    draft: str, target: str, prompt: list[int], rounds: list[tuple[list[int], Paths]]
+) -> None:
     """The draft knows the whole characters of the text; what is proposed begins what it has drawn behind them."""
     ours, theirs = speller(draft), speller(target)
     inner, drafter = pair(draft, target)
@@ -210,7 +212,7 @@ def test_a_tokens_survival_is_that_of_all_texts_that_have_it() -> None:
 
 
 def test_half_a_character_is_gone_on_with() -> None:
-    """The target has committed one of an emoji's four bytes: the draft's guess of the whole emoji is the other three."""
+    """The target has committed one byte of an emoji: the draft's guess of the emoji is the other three."""
     ours, theirs = speller("byte_fallback"), speller("byte_level")
     smile = spell("\U0001f642")
     byte = next(k for k in range(len(theirs)) if theirs.piece(k, "a") == smile[:1])

@@ -15,8 +15,8 @@ from tests import tiny_tokenizers as tiny
 
 MAKERS = {"byte_level": tiny.byte_level, "byte_fallback": tiny.byte_fallback}
 WORDS = st.sampled_from(
-    ["Hello", " world", "  ", "\n", "\n\n", "\t", "\r\n", "\x00", "\x1b[0m", "\u200d", "é", "e\u0301", "東京", "한", "🙂",
-     "👩‍👩‍👧‍👦", "🇫🇷", "𠜎", "\ufffd", "<|end|>", "1.5", "▁", "<0x41>", "a", "llo", ",", "'s", "क्षि"]
+    ["Hello", " world", "  ", "\n", "\n\n", "\t", "\r\n", "\x00", "\x1b[0m", "\u200d", "é", "e\u0301", "東京", "한",
+     "🙂", "👩‍👩‍👧‍👦", "🇫🇷", "𠜎", "\ufffd", "<|end|>", "1.5", "▁", "<0x41>", "a", "llo", ",", "'s", "क्षि"]
 )  # fmt: skip
 TEXTS = st.lists(WORDS | st.text(st.characters(exclude_categories=["Cs"]), max_size=3), max_size=8).map("".join)
 

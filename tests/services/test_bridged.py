@@ -129,4 +129,3 @@ def test_settings() -> None:
         DraftSettings(kind="bridged")
     with pytest.raises(ValueError, match="target_tokenizer is of kind bridged, not of lm"):
         DraftSettings(kind="lm", target_tokenizer="demo")
-
