@@ -25,7 +25,7 @@ from draftwood.comparison import Options, compare, comparison_table, load_tasks,
 from draftwood.methods import choose, drafting_methods
 
 matplotlib.use("svg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).parents[2]
 KARY = ([5, 4], [4, 2, 1], [3, 2, 1, 1], [4, 1, 1, 1, 1, 1], [3, 1, 1, 1, 1, 1, 1, 1])

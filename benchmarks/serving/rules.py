@@ -1,4 +1,4 @@
-"""Acceptance at one position under each rule, with 1, 2, 4 and 8 children: the figures of docs/sampling.md.
+"""Acceptance at one position under each rule, with 1, 2, 4 and 8 children: the figures of docs/exactness.md.
 
 The demo target answers the everyday prompts at temperature 1. At each place of these answers, p is the target's
 distribution of the next token and q the draft's, both at temperature 1, and
