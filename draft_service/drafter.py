@@ -20,6 +20,9 @@ from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 
+StepMs = tuple[tuple[int, float], ...]
+"""What a step of the verifier takes: rows of each session, ascending, and milliseconds. (): unknown."""
+
 Key = tuple[int, int]
 """A session at this worker: (link to a verifier, handle on it)."""
 
@@ -37,6 +40,7 @@ class SessionStart:
     max_depth: int
     max_context_tokens: int
     rule: Rule = Rule.SHARED_NOISE  # at a temperature above 0
+    step_ms: StepMs = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class SessionCommitted:
     length: int
     tokens: tuple[int, ...]
     budget: int
+    step_ms: StepMs = ()
 
     def check_follows(self, known: int) -> None:
         """Raises ValueError unless a text of ``known`` tokens goes on with these."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from draft_service.core import DraftCore, Outcome
-from draft_service.drafter import SessionCommitted, SessionStart
+from draft_service.drafter import SessionCommitted, SessionStart, StepMs
 from draftwood.credentials import Role, role_host
 from draftwood.errors import DraftwoodError, FailedPrecondition, Unavailable
 from draftwood.parameters import Rule, SamplingParams
@@ -27,6 +27,7 @@ from draftwood.wire import (
     PROTOCOL_VERSION,
     SessionGrowth,
     decode_commits,
+    decode_step_times,
     encode_growth,
     error_from_proto,
     tokenizer_from_proto,
@@ -65,6 +66,7 @@ class VerifierLink:
         self._dialer = dialer
         self._handles = itertools.count(1)
         self._sessions: dict[str, _Attached] = {}
+        self._step_ms: StepMs = ()
         self._canary = ""  # the session that the verifier tries our guesses on; nobody has attached us to it
         self._welcome: asyncio.Future[draft_pb2.Welcome] = asyncio.get_running_loop().create_future()
         self._outbox = draft_pb2.SpeculateRequest()
@@ -162,6 +164,8 @@ class VerifierLink:
     def _handle(self, response: draft_pb2.SpeculateResponse) -> None:
         if response.HasField("welcome"):
             self._greet(response.welcome)
+        if response.HasField("step_times"):
+            self._step_ms = decode_step_times(response.step_times)
         for start in response.starts:
             self._start(start)
         if response.HasField("commits"):
@@ -202,6 +206,7 @@ class VerifierLink:
             max_depth=welcome.caps.max_depth,
             max_context_tokens=welcome.caps.max_context_tokens,
             rule=RULES.get(start.rule, Rule.SHARED_NOISE),
+            step_ms=self._step_ms,
         )
         loop, handle = asyncio.get_running_loop(), start.handle
 
@@ -217,11 +222,11 @@ class VerifierLink:
     def _commit(self, message: draft_pb2.Commits) -> None:
         """Hands over all sessions' commits at once, so that the next level takes them together."""
         commits = decode_commits(message)
-        loop = asyncio.get_running_loop()
+        loop, step_ms = asyncio.get_running_loop(), self._step_ms
 
         def run() -> None:
             for c in commits:
-                committed = SessionCommitted(c.epoch, c.length, c.tokens, c.budget)
+                committed = SessionCommitted(c.epoch, c.length, c.tokens, c.budget, step_ms)
                 if not self._core.commit((self.link_id, c.handle), committed):
                     loop.call_soon_threadsafe(self.tell, (), [c.handle])
 

@@ -216,6 +216,6 @@ def make_drafter(settings: DraftSettings) -> Drafter:
     if settings.kind == "suffix":
         return SuffixDrafter(settings)
     # Not at the top: draft workers without a model run where torch is not installed.
-    from draft_service.drafters.loading import load_lm_drafter
+    from draft_service.drafters.loading import load_bridged_drafter, load_lm_drafter
 
-    return load_lm_drafter(settings)
+    return load_bridged_drafter(settings) if settings.kind == "bridged" else load_lm_drafter(settings)

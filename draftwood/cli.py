@@ -1,9 +1,11 @@
-"""The command line: ``draftwood up``, ``down``, ``status``, ``scale``, ``generate``, ``chat``, ``demo``."""
+"""The command line: ``draftwood up``, ``down``, ``status``, ``scale``, ``generate``, ``chat``, ``demo``,
+``bench drafters``."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import re
 import signal
@@ -44,6 +46,8 @@ POLL_S = 0.2
 STOP_TIMEOUT_S = 60.0
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+bench = typer.Typer(no_args_is_help=True, help="Measures on this machine.")
+app.add_typer(bench, name="bench")
 console = Console()
 
 Config = Annotated[Path, typer.Option(help="cluster file (YAML)")]
@@ -259,6 +263,37 @@ def demo(
 
     if not run(run_demo(console, load_cluster_config(config), max_tokens, timeout)):
         raise typer.Exit(1)
+
+
+@bench.command()
+def drafters(
+    method: Annotated[list[str] | None, typer.Option(help="way of drafting; repeatable; all if left out")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="kind of task; repeatable; all if left out")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="repeatable; 0, 0.6 and 1 if left out")] = None,
+    tokens: Annotated[int, typer.Option(min=4, help="tokens of each text")] = 48,
+    prompts: Annotated[int, typer.Option(min=0, help="prompts of each kind of task; 0: all")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, max=255, help="most nodes of a tree")] = 25,
+    settings: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="further methods: draft settings by name (YAML)")
+    ] = None,
+    model: Annotated[str, typer.Option(help='target: path, hub id, or "demo"')] = "demo",
+    output: Annotated[Path, typer.Option(help="file that the figures go to (JSON)")] = Path("drafters.json"),
+    add: Annotated[bool, typer.Option("--add", help="keep the other methods of that file")] = False,
+) -> None:
+    """Compares ways of drafting on the same texts, through services started here: acceptance, time, bytes, speed."""
+    from draftwood.comparison import TEMPERATURES, Options, compare, comparison_table, load_methods, load_tasks, merged
+    from draftwood.methods import choose, drafting_methods
+
+    known = drafting_methods() | (load_methods(settings) if settings else {})
+    options = Options(
+        choose(method or [], known), load_tasks(task or [], prompts), tuple(temperature or TEMPERATURES), tokens, nodes,
+        verifier=(("model", model),),
+    )  # fmt: skip
+    found = run(compare(options, console))
+    if add and output.exists():
+        found = merged(found, json.loads(output.read_text()))
+    output.write_text(json.dumps(found, indent=1) + "\n")
+    console.print(comparison_table(found))
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -120,14 +120,17 @@ class DraftSettings(ServerSettings):
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
     traces: Traces = ""
-    kind: Literal["lm", "ngram", "suffix", "merged"] = Field(
+    kind: Literal["lm", "ngram", "suffix", "bridged", "merged"] = Field(
         "lm",
         description="lm: small language model; ngram: lookup in the text itself; suffix: lookup in all texts written "
-        "here; merged: several of them (`parts`)",
+        "here; bridged: small language model of another tokenizer; merged: several of them (`parts`)",
     )
     parts: Parts = []
     model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.7 M parameters)')
     tokenizer: str = Field("", description="where the draft's tokenizer is; empty: beside its model")
+    target_tokenizer: str = Field(
+        "", description='kind bridged: where the tokenizer of the target is: path, hub id, or "demo"'
+    )
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
@@ -183,6 +186,10 @@ class DraftSettings(ServerSettings):
         rows = [at for at, _ in self.step_ms]
         if len(rows) == 1 or rows != sorted(set(rows)):
             raise ValueError(f"step_ms needs two points or more with rows ascending, got rows {rows}")
+        if self.kind == "bridged" and not self.target_tokenizer:
+            raise ValueError("kind bridged needs target_tokenizer")
+        if self.kind not in ("bridged", "merged") and self.target_tokenizer:
+            raise ValueError(f"target_tokenizer is of kind bridged, not of {self.kind}")
         self._check_shape()
         self.part_settings()
         return self
@@ -224,8 +231,8 @@ class DraftSettings(ServerSettings):
             raise ValueError(f"kind merged needs 2 parts or more, got {len(self.parts)}")
         own = self.model_dump(exclude_unset=True, exclude={"kind", "parts"})
         for part in self.parts:
-            if part.get("kind") not in ("lm", "ngram", "suffix"):
-                raise ValueError(f"a part's kind is lm, ngram or suffix, got {part.get('kind')!r}")
+            if part.get("kind") not in ("lm", "ngram", "suffix", "bridged"):
+                raise ValueError(f"a part's kind is lm, ngram, suffix or bridged, got {part.get('kind')!r}")
         return [DraftSettings(**({"parts": []} | own | part)) for part in self.parts]
 
 

@@ -21,7 +21,7 @@ expand_rerank                  the likeliest nodes of the newest level, and a ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +44,9 @@ MOST_TRIALS = 2000.0
 MOVED = 0.02
 """Change of a rank's measured acceptance from which on the best shape is solved for anew."""
 
+MOST_CURVES = 64
+"""Step times for which the best size is kept."""
+
 NONE = np.zeros(0, np.int64)
 
 
@@ -58,6 +61,7 @@ class View:
     budget: int  # nodes to send
     room: int  # depth that no node may exceed
     level: int = 0  # frontiers that have been expanded in this round
+    step_ms: tuple[tuple[int, float], ...] = ()  # what a step of the verifier takes, as for ``best_size``
 
 
 class Topology(Protocol):
@@ -268,8 +272,9 @@ class Fixed:
 class Sequoia(Fixed):
     """The best shape of at most ``depth`` levels for the acceptance by rank, which is measured as texts go on.
 
-    Sequoia (arXiv:2402.12374). Until something is measured, ``PRIOR_TRIALS`` trials of a usual draft count. With
-    ``step_ms`` no more nodes are drawn than give the most tokens per time (``best_size``).
+    Sequoia (arXiv:2402.12374). Until something is measured, ``PRIOR_TRIALS`` trials of a usual draft count. Where it is
+    known what steps take, by ``step_ms`` or else by the view, no more nodes are drawn than give the most tokens per
+    time (``best_size``): the shape's nodes are in the order of their worth, so that its first n are the best of n.
     """
 
     def __init__(self, width: int, depth: int, nodes: int, step_ms: Sequence[tuple[int, float]] = ()) -> None:
@@ -277,7 +282,8 @@ class Sequoia(Fixed):
         rest = [(1 - first) * 0.75 / (rank * (rank + 1)) for rank in range(1, width)]
         self._hits = PRIOR_TRIALS * np.array([first, *rest])
         self._trials = PRIOR_TRIALS
-        self._depth, self._nodes, self._step_ms = depth, nodes, step_ms
+        self._depth, self._nodes, self._step_ms = depth, nodes, tuple(step_ms)
+        self._sizes: dict[tuple[tuple[int, float], ...], int] = {}  # of the present shape
         self.solved = self.chance
         super().__init__(self._solve(), width)
 
@@ -286,7 +292,24 @@ class Sequoia(Fixed):
         """Share of expanded nodes whose child of each rank was taken, [width]."""
         return np.asarray(self._hits / self._trials)
 
+    def frontier(self, view: View) -> IndexArray:
+        return super().frontier(self._worthwhile(view))
+
+    def chosen(self, view: View) -> IndexArray:
+        return super().chosen(self._worthwhile(view))
+
+    def _worthwhile(self, view: View) -> View:
+        """With a budget of no more than pays."""
+        step_ms = self._step_ms or view.step_ms
+        if not step_ms:
+            return view
+        if step_ms not in self._sizes:
+            self._sizes[step_ms] = max(1, best_size(self.shape, step_ms))  # one, or nothing would be measured any more
+        return replace(view, budget=min(view.budget, self._sizes[step_ms]))
+
     def observe(self, ranks: Sequence[int]) -> None:
+        if len(self._sizes) > MOST_CURVES:
+            self._sizes = {}
         taken = [rank for rank in ranks if 0 <= rank < self.width]
         self._trials += len(ranks)
         self._hits += np.bincount(taken, minlength=self.width)
@@ -294,9 +317,8 @@ class Sequoia(Fixed):
             self._trials, self._hits = self._trials / 2, self._hits / 2
         if np.abs(self.chance - self.solved).max() > MOVED:
             self.solved = self.chance
-            self.shape = self._solve()
+            self.shape, self._sizes = self._solve(), {}
 
     def _solve(self) -> TokenTree:
         log_chance = np.log(np.clip(self.solved, 1e-6, 1.0))
-        shape = likeliest(np.tile(log_chance, (self._depth, 1)), self._nodes)
-        return tt.select(shape, np.arange(best_size(shape, self._step_ms) + 1)) if self._step_ms else shape
+        return likeliest(np.tile(log_chance, (self._depth, 1)), self._nodes)

@@ -296,6 +296,17 @@ class _Proposals:
         return Proposal(token, prob)
 
 
+def decode_step_times(message: draft_pb2.StepTimes) -> tuple[tuple[int, float], ...]:
+    """Rows and milliseconds; raises InvalidArgument STEP_TIMES unless they are a curve."""
+    points = tuple(zip(message.rows, message.ms, strict=False))
+    ascending = all(a < b for a, b in pairwise(message.rows))
+    sound = all(np.isfinite(ms) and ms > 0 for ms in message.ms)
+    if len(message.rows) != len(message.ms) or len(points) < 2 or not ascending or not sound:
+        text = f"rows {list(message.rows)} and {len(message.ms)} durations: two or more, ascending, above 0"
+        raise InvalidArgument("STEP_TIMES", text, field="step_times")
+    return points
+
+
 def encode_commits(commits: Sequence[SessionCommit]) -> draft_pb2.Commits:
     return draft_pb2.Commits(
         handle=[commit.handle for commit in commits],

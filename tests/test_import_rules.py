@@ -54,6 +54,7 @@ LAYERS = {
             "draftwood.tickets",
             "draftwood.parameters",
             "draftwood.vllm_names",
+            "draftwood.methods",
         ),
         packages=VALUE_PACKAGES,
     ),
@@ -76,7 +77,14 @@ LAYERS = {
     ),
     "router": Layer(("router",), ("values", "v1", "transport"), (*VALUE_PACKAGES, *GRPC_PACKAGES, "ray")),
     "clients": Layer(
-        ("draftwood.client", "draftwood.cli", "draftwood.console", "draftwood.demo"),
+        (
+            "draftwood.client",
+            "draftwood.cli",
+            "draftwood.console",
+            "draftwood.demo",
+            "draftwood.comparison",
+            "draftwood.tap",
+        ),
         ("values", "v1", "transport"),
         VALUE_PACKAGES + GRPC_PACKAGES + CLI_PACKAGES,
         lazy=("router",),

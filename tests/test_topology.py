@@ -47,6 +47,7 @@ class Drawing:
         self.prefix: Path = ()  # of the anchor, from the first
         self.tree = TokenTree.root(0)
         self.expanded: set[Path] = set()
+        self.step_ms: tuple[tuple[int, float], ...] = ()
 
     def log_chances(self, path: Path) -> list[float]:
         rnd = random.Random(f"{self.seed} {path}")
@@ -71,7 +72,8 @@ class Drawing:
     def view(self, budget: int, room: int, level: int) -> View:
         unexpanded = np.array([path not in self.expanded for path in self.paths()])
         unexpanded[0] = False
-        return View(self.tree, tt.log_survival(self.tree), tt.depths(self.tree), unexpanded, budget, room, level)
+        reach, depth = tt.log_survival(self.tree), tt.depths(self.tree)
+        return View(self.tree, reach, depth, unexpanded, budget, room, level, self.step_ms)
 
     def round(self, budget: int, room: int = 99) -> set[Path]:
         """Paths sent, from the anchor on."""
@@ -328,8 +330,26 @@ def test_sequoia_measures_acceptance_and_solves_anew_when_it_moves() -> None:
 def test_sequoia_of_a_step_time_curve_is_no_larger_than_pays() -> None:
     curve = [(1, 10.0), (6, 10.5), (7, 20.0)]
     topology = Sequoia(4, 6, 32, curve)
-    assert topology.shape.size - 1 == best_size(Sequoia(4, 6, 32).shape, curve) == 5
+    assert best_size(topology.shape, curve) == 5
     assert len(Drawing(topology, seed=2).round(20)) == 5
+    assert len(Drawing(topology, seed=2).round(3)) == 3
+
+
+def test_sequoia_follows_the_step_time_that_the_verifier_tells() -> None:
+    """A view says what steps take at its verifier; settings, where there are any, come first. Acceptance counts too."""
+    topology, given = Sequoia(4, 6, 32), Sequoia(4, 6, 32, [(1, 10.0), (6, 10.5), (7, 20.0)])
+    cheap, dear = ((1, 10.0), (40, 10.0)), ((1, 10.0), (4, 10.5), (5, 20.0))
+
+    def size(of: Sequoia, step_ms: tuple[tuple[int, float], ...]) -> int:
+        drawing = Drawing(of, seed=2)
+        drawing.step_ms = step_ms
+        return len(drawing.round(20))
+
+    assert [size(topology, curve) for curve in ((), cheap, dear, cheap)] == [20, 20, 3, 20]
+    assert size(given, cheap) == 5
+    for _ in range(400):
+        topology.observe([-1, -1, -1])
+    assert size(topology, dear) == 1, "less and less is accepted: one node, so that it goes on to be measured"
 
 
 # Settings

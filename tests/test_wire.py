@@ -437,3 +437,17 @@ def test_tokenizer_round_trip() -> None:
     fingerprint = Vocabulary(("a", "b", "<s>"), frozenset({2}), 64).fingerprint()
     message = draft_pb2.TokenizerInfo.FromString(wire.tokenizer_to_proto(fingerprint).SerializeToString())
     assert wire.tokenizer_from_proto(message) == fingerprint
+
+
+def test_step_times() -> None:
+    assert wire.decode_step_times(draft_pb2.StepTimes(rows=[1, 8], ms=[2.0, 3.5])) == ((1, 2.0), (8, 3.5))
+
+
+@pytest.mark.parametrize(
+    ("rows", "ms"),
+    [([1], [2.0]), ([1, 2], [2.0]), ([2, 1], [1.0, 2.0]), ([1, 2], [0.0, 1.0]), ([1, 2], [1.0, math.inf])],
+)
+def test_step_times_that_are_no_curve_are_refused(rows: list[int], ms: list[float]) -> None:
+    with pytest.raises(InvalidArgument, match="two or more, ascending, above 0") as caught:
+        wire.decode_step_times(draft_pb2.StepTimes(rows=rows, ms=ms))
+    assert caught.value.reason == "STEP_TIMES"

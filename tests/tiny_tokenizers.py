@@ -52,6 +52,28 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+def few_tokens(size: int, pairs: Sequence[str], rest: str, step: int = 1) -> Tokenizer:
+    """A byte-level one of ``size`` tokens: ``pairs``, the characters of a sentence, and as many of ``rest`` as fit.
+
+    ``step``, coprime to ``size``, shuffles the ids.
+    """
+    letters = dict.fromkeys([*"Aprobe,Ġwith(two)lines:Ċ1+23=.", *rest])
+    tokens = [*letters][: size - len(pairs)] + list(pairs)
+    assert len(tokens) == size
+    vocab = {token: k * step % size for k, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocab, [(pair[0], pair[1]) for pair in pairs]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def characters() -> Tokenizer:
+    """One that has few characters and cannot spell others."""
+    tokenizer = few_tokens(40, ["th", "he", "in"], "xyzXYZHdwq!?*#@%&$~")
+    tokenizer.add_special_tokens([SPECIAL])
+    return tokenizer
+
+
 def word_piece() -> Tokenizer:
     """BERT's way: a space before every token that is no continuation."""
     tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))

@@ -30,6 +30,7 @@ from verifier_service.canary import Canary, CanaryResult, Trial
 from verifier_service.engine import Engine, Outcome, StartInfo
 from verifier_service.live_tree import Nodes
 from verifier_service.requests import rule_to_proto
+from verifier_service.step_curve import StepCurve
 
 log = get_logger(__name__)
 
@@ -65,6 +66,7 @@ class DraftLink:
         self._draft = draft_pb2.DraftInfo()
         self._trial: Trial | None = None  # until its result is there; the engine's thread alone touches it
         self.canary: CanaryResult | None = None
+        self._curve = StepCurve(target.engine.planner.times, target.settings.max_nodes)
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, requests: AsyncIterator[object]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
@@ -168,6 +170,7 @@ class DraftLink:
         session_id, ticket, handle = join.session_id, join.ticket, join.handle
 
         def run() -> None:
+            self._tell_times()
             try:
                 start = self._join_any(session_id, ticket, handle)
             except DraftwoodError as error:
@@ -201,7 +204,20 @@ class DraftLink:
         METRICS.nodes["drafted"].inc(sum(len(g.token) for g in growths))
         self._target.worker.post(lambda: self._grow_all(growths))
 
+    def _tell_times(self) -> None:
+        """Says what steps take, if that has moved; on the engine's thread. A full width asks for all nodes anyhow."""
+        engine = self._target.engine
+        told = self._target.settings.width == "adaptive"
+        if told and (news := self._curve.news(len(engine.running), engine.clock())):
+            times = draft_pb2.StepTimes(rows=[rows for rows, _ in news], ms=[ms for _, ms in news])
+            self._loop.call_soon_threadsafe(self._queue_times, times)
+
+    def _queue_times(self, times: draft_pb2.StepTimes) -> None:
+        self._outbox.step_times.CopyFrom(times)
+        self._wake.set()
+
     def _grow_all(self, growths: Sequence[SessionGrowth]) -> None:
+        self._tell_times()
         for growth in growths:
             nodes = Nodes(growth.epoch, growth.first_id, growth.parent, growth.token, growth.score, growth.drawn)
             try:

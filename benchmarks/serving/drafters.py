@@ -1,146 +1,156 @@
-"""Tokens a step for each way of drafting, at the same number of nodes, on texts that the target writes.
+"""All ways of drafting on the same texts: ``draftwood bench drafters`` with the shapes that are compared besides.
 
-The demo target writes each text greedily and alone. Each drafter then draws round after round for the same texts, and
-what of its tree carries the text is accepted, as a verifier would that checks every node; so a method costs no forward
-of the target, and all see the same text. Texts follow each other in one worker, so that what is learnt from them is
-learnt as in service. No level is drawn ahead.
+Runs in parts, so that none takes long (``--method``, ``--add``); the last ``--report`` writes
+``benchmarks/results/drafters.json`` with the checks, the table and the plots of docs/drafters.md.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import asyncio
+import json
+import re
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from results import Check, write
-from transformers import AutoModelForCausalLM
+import matplotlib
+from results import FOLDER, Check, write
+from rich.console import Console
 
-from draft_service.drafter import Drafter, SessionCommitted, SessionStart
-from draft_service.server import make_drafter
-from draftwood.config import DraftSettings
-from draftwood.demo import PROMPTS
-from draftwood.parameters import SamplingParams
-from draftwood.runtime.demo_model import demo_target
-from draftwood.runtime.text import TextCodec
+from draftwood.comparison import Options, compare, comparison_table, load_tasks, merged, total
+from draftwood.methods import choose, drafting_methods
 
-TOKENS = 48
-NODES = 25
-"""As many as EAGLE-1's static tree has."""
-DEPTH = 8
-COPYING = (
-    "Repeat this line five times: All work and no play makes Jack a dull boy.",
-    "Correct the spelling and write the text again: The quik brown fox jumps over the lazy dog. The dog sleaps on.",
-    "Write this list again in the same order, one item a line: apples, pears, plums, cherries, grapes, figs, dates.",
-    "Copy this function and add a docstring: def area(width, height): return width * height",
-)
-KARY = ([5, 4], [4, 2, 1], [3, 2, 1, 1], [5, 1, 1, 1, 1], [4, 1, 1, 1, 1, 1], [3, 1, 1, 1, 1, 1, 1, 1])
-LM: dict[str, Any] = {"kind": "lm", "lookahead_levels": 0}
-METHODS: dict[str, dict[str, Any]] = {
-    "chain": LM | {"topology": "chain"},
-    "eagle1": LM | {"topology": "eagle1"},
-    **{f"kary {k}": LM | {"topology": "kary", "branching": k} for k in KARY},
-    "sequoia": LM | {"topology": "sequoia", "branch": 16},
-    "expand_rerank": LM | {"topology": "expand_rerank", "branch": 8, "beam": 8},
-    "best_first": LM,
-    "ngram": {"kind": "ngram"},
-    "suffix": {"kind": "suffix"},
-    "best_first + ngram": {"kind": "merged", "parts": [LM, {"kind": "ngram"}]},
-    "best_first + suffix": {"kind": "merged", "parts": [LM, {"kind": "suffix"}]},
-}
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+ROOT = Path(__file__).parents[2]
+KARY = ([5, 4], [4, 2, 1], [3, 2, 1, 1], [4, 1, 1, 1, 1, 1], [3, 1, 1, 1, 1, 1, 1, 1])
+METHODS = drafting_methods() | {
+    f"kary {k}": {"kind": "lm", "topology": "kary", "branching": k} for k in KARY
+}  # fmt: skip
+PARTS = FOLDER / "drafters-cells.json"
+PAGE = ROOT / "docs" / "drafters.md"
+BEGIN, END = "<!-- drafters: begin -->", "<!-- drafters: end -->"
+SHOWN = ("best_first", "expand_rerank", "sequoia", "eagle1", "kary", "chain", "suffix", "merged", "bridged")
+"""Methods in the plots, and all that are not named here and have been measured as kinds of their own."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What a method gave."""
-
-    tokens_a_step: float
-    by_text: list[float]
-    round_ms: float
-
-
-def main() -> bool:
-    codec = TextCodec(demo_target())
-    prompts = [codec.render([{"role": "user", "content": text}]) for text in (*PROMPTS, *COPYING)]
-    texts = write_texts(prompts)
-    found = {name: measure(chosen, prompts, texts, codec) for name, chosen in METHODS.items()}
-    rate = {name: figures.tokens_a_step for name, figures in found.items()}
-    best_kary = max((name for name in rate if name.startswith("kary")), key=rate.__getitem__)
-    merged = "best_first + suffix"
-    singles = max(rate["best_first"], rate["suffix"])
-    checks = [
-        Check("drafters/dynamic_over_static", round(rate["expand_rerank"] / rate["eagle1"], 3), ">=", 1.0),
-        Check("drafters/sequoia_over_kary", round(rate["sequoia"] / rate[best_kary], 3), ">=", 1.0),
-        Check("drafters/merged_over_best_single", round(rate[merged] / singles, 3), ">=", 1.0),
-    ]
-    details = {
-        "request_mix": f"{len(PROMPTS)} everyday chat prompts and {len(COPYING)} that ask for a copy, greedy, "
-        f"{TOKENS} tokens each, one after the other; trees of up to {NODES} nodes and {DEPTH} levels",
-        "best_kary": best_kary,
-        "methods": {
-            name: {
-                "tokens_a_step": round(f.tokens_a_step, 3),
-                "everyday": round(statistics.harmonic_mean(f.by_text[: len(PROMPTS)]), 3),
-                "copying": round(statistics.harmonic_mean(f.by_text[len(PROMPTS) :]), 3),
-                "round_ms": round(f.round_ms, 2),
-            }
-            for name, f in found.items()
-        },
+def lengths(found: dict[str, Any], **which: Any) -> dict[str, float]:
+    """Acceptance length by method."""
+    return {
+        name: total(method["cells"], **which)["acceptance_length"]
+        for name, method in found["methods"].items()
+        if "cells" in method
     }
-    return write("drafters", checks, details)
 
 
-def write_texts(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """What the target writes after each prompt; shorter than ``TOKENS`` if it ends."""
-    model = AutoModelForCausalLM.from_pretrained(demo_target(), dtype=torch.float32)
+def checks(found: dict[str, Any]) -> list[Check]:
+    length = lengths(found)
+    best_kary = max(v for name, v in length.items() if name.startswith("kary"))
+    singles = max(length["best_first"], length["suffix"])
+    sums = [total(m["cells"]) for m in found["methods"].values() if "cells" in m]
+    same = sum(s["identical"] for s in sums) / sum(s["texts"] for s in sums)
     return [
-        model.generate(torch.tensor([p]), max_new_tokens=TOKENS, do_sample=False)[0, len(p) :].tolist() for p in prompts
+        Check("drafters/identical", round(same, 4), ">=", 0.99),
+        Check("drafters/dynamic_over_static", round(length["expand_rerank"] / length["eagle1"], 3), ">=", 1.0),
+        Check("drafters/sequoia_over_kary", round(length["sequoia"] / best_kary, 3), ">=", 1.0),
+        Check("drafters/merged_over_best_single", round(length["merged"] / singles, 3), ">=", 1.0),
     ]
 
 
-def measure(
-    chosen: dict[str, Any], prompts: Sequence[list[int]], texts: Sequence[list[int]], codec: TextCodec
-) -> Figures:
-    settings = DraftSettings(**({"max_nodes": NODES, "depth": DEPTH, "kv_pages": 64} | chosen))
-    drafter, steps, spent_s = make_drafter(settings), [], 0.0
-    for k, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        count, took_s = follow(drafter, (0, k), prompt, text)
-        steps.append(count)
-        spent_s += took_s
-    by_text = [len(text) / count for text, count in zip(texts, steps, strict=True)]
-    return Figures(sum(map(len, texts)) / sum(steps), by_text, 1e3 * spent_s / sum(steps))
+def table(found: dict[str, Any]) -> str:
+    """As Markdown: acceptance length by temperature and by task, and what it costs."""
+    temperatures, tasks = found["temperatures"], list(found["prompts"])
+    columns = [*(f"T = {t:g}" for t in temperatures), *tasks, "a forward", "ms a round", "bytes a round", "speed"]
+    lines = ["| method | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, method in found["methods"].items():
+        if "cells" not in method:
+            continue
+        cells = method["cells"]
+        each = [total(cells, temperature=t)["acceptance_length"] for t in temperatures]
+        each += [total(cells, task)["acceptance_length"] for task in tasks]
+        whole = total(cells)
+        figures = [f"{v:.2f}" for v in (*each, whole["tokens_per_forward"])]
+        costs = [f"{whole['draft_ms']:.1f}", f"{whole['bytes_per_round']:.0f}", f"{whole['speed']:.2f}"]
+        lines.append("| " + " | ".join([name, *figures, *costs]) + " |")
+    return "\n".join(lines)
 
 
-def follow(drafter: Drafter, key: tuple[int, int], prompt: list[int], text: list[int]) -> tuple[int, float]:
-    """Steps for one text, and the seconds that the drafter drew."""
-    start = SessionStart(0, tuple(prompt), SamplingParams(), NODES, 49152, NODES, DEPTH, 2048)
-    drafter.open(key, start)
-    paths: dict[int, tuple[int, ...]] = {}  # node id -> tokens from the prompt on
-    done, steps, spent_s = 0, 0, 0.0
-    while done < len(text):
-        began = time.perf_counter()
-        growths = []
-        while drafter.wants_work():
-            growths += drafter.work()
-        spent_s += time.perf_counter() - began
-        for _, growth in growths:
-            for k, (parent, token) in enumerate(zip(growth.parent.tolist(), growth.token.tolist(), strict=True)):
-                paths[growth.first_id + k] = (*(paths[parent] if parent else text[:done]), token)
-        right = [p for p in paths.values() if p == tuple(text[: len(p)])]
-        end = min(len(text), max(map(len, right), default=done) + 1)
-        steps += 1
-        drafter.commit(key, SessionCommitted(steps, len(prompt) + end, tuple(text[done:end]), NODES))
-        done = end
-        paths = {i: p for i, p in paths.items() if len(p) > done and p[:done] == tuple(text[:done])}
-    drafter.close(key)
-    return steps, spent_s
+def shown(found: dict[str, Any]) -> list[str]:
+    names = [name for name, method in found["methods"].items() if "cells" in method]
+    return [n for n in names if n in SHOWN or (n not in METHODS and not n.startswith("kary"))]
+
+
+def save(figure: Any, name: str) -> None:
+    """As an SVG that is the same for the same figures."""
+    file = ROOT / "docs" / name
+    figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    file.write_text(re.sub(r"[ \t]+$", "", file.read_text(), flags=re.M))
+
+
+def plot(found: dict[str, Any]) -> None:
+    plt.rcParams |= {"svg.hashsalt": "draftwood", "svg.fonttype": "none", "font.size": 9}
+    names = shown(found)
+    figure, (by_depth, by_rank) = plt.subplots(1, 2, figsize=(9, 3.2))
+    for name in names:
+        sums = total(found["methods"][name]["cells"], temperature=0.0)
+        by_depth.plot(range(1, len(sums["by_depth"]) + 1), sums["by_depth"], marker=".", label=name)
+        ranks = sums["by_rank"]
+        by_rank.plot(range(1, len(ranks) + 1), [r / max(1, sum(ranks)) for r in ranks], marker=".", label=name)
+    by_depth.set(xlabel="depth", ylabel="share of nodes reached that go on", ylim=(0, 1))
+    by_rank.set(xlabel="rank among siblings", ylabel="share of accepted nodes", xlim=(0.5, 8.5))
+    by_rank.legend(fontsize=7, ncols=2)
+    save(figure, "drafters-acceptance.svg")
+    figure, axis = plt.subplots(figsize=(9, 3.2))
+    width = 0.8 / len(names)
+    for k, name in enumerate(names):
+        values = [total(found["methods"][name]["cells"], task)["acceptance_length"] for task in found["prompts"]]
+        axis.bar([x + k * width for x in range(len(values))], values, width, label=name)
+    axis.set_xticks([x + 0.4 - width / 2 for x in range(len(found["prompts"]))], list(found["prompts"]))
+    axis.set_ylabel("tokens a round")
+    axis.legend(fontsize=7, ncols=5)
+    save(figure, "drafters-tasks.svg")
+
+
+def report(found: dict[str, Any]) -> bool:
+    texts = sum(found["prompts"].values()) * len(found["temperatures"])
+    details = {
+        "request_mix": f"{texts} texts of {found['tokens']} tokens, one at a time: {found['prompts']} at temperatures "
+        f"{found['temperatures']}; trees of up to {found['nodes']} nodes, all of them verified",
+        "baseline": "the same texts by the target alone in the same run",
+    } | found
+    plot(found)
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END)[1]}")
+    return write("drafters", checks(found), details)
+
+
+def main(arguments: Sequence[str] | None = None) -> bool:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", nargs="*", default=[], help="all if left out")
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=25)
+    parser.add_argument("--add", action="store_true", help="to the methods of earlier parts")
+    parser.add_argument("--report", action="store_true", help="of the parts, when they are all there")
+    chosen = parser.parse_args(arguments)
+    if not chosen.report:
+        options = Options(
+            choose(chosen.method, METHODS), load_tasks(prompts=chosen.prompts), tokens=chosen.tokens,
+            nodes=chosen.nodes, draft=(("threads", 1),),
+        )  # fmt: skip
+        found = asyncio.run(compare(options, Console()))
+        found = merged(found, json.loads(PARTS.read_text())) if chosen.add else found
+        PARTS.write_text(json.dumps(found, indent=1) + "\n")
+        Console().print(comparison_table(found))
+        return True
+    return report(json.loads(PARTS.read_text()))
 
 
 if __name__ == "__main__":

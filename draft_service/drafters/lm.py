@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
+from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart, StepMs
 from draft_service.topologies import best_first, make_topology
 from draftwood import tree as tt
 from draftwood.acceptance import sample_children, sibling_score
@@ -58,6 +58,7 @@ class _Session:
     tokens: list[int]  # committed
     epoch: int
     budget: int
+    step_ms: StepMs = ()
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # committed tokens in the cache
     tree: TokenTree = field(init=False)
@@ -186,7 +187,7 @@ class LmDrafter:
     # --- sessions ---
 
     def open(self, key: Key, start: SessionStart) -> None:
-        session = self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget)
+        session = self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget, start.step_ms)
         self._note_room(session)
 
     def close(self, key: Key) -> None:
@@ -207,7 +208,7 @@ class LmDrafter:
             return
         committed.check_follows(len(session.tokens))
         self._follow(session, committed.tokens)
-        session.epoch, session.budget = committed.epoch, committed.budget
+        session.epoch, session.budget, session.step_ms = committed.epoch, committed.budget, committed.step_ms
         session.levels, session.complete, session.given_up, session.frontier = 0, False, False, None
         self._note_room(session)
 
@@ -293,7 +294,9 @@ class LmDrafter:
         unexpanded[0] = False
         budget = min(session.budget, session.start.max_nodes)
         room = min(session.start.max_depth, self._context_room(session))
-        return View(session.tree, session.reach, session.depth, unexpanded, budget, room, session.levels)
+        return View(
+            session.tree, session.reach, session.depth, unexpanded, budget, room, session.levels, session.step_ms
+        )
 
     def _context_room(self, session: _Session) -> int:
         limit = min(self._runtime.max_context_tokens, session.start.max_context_tokens)

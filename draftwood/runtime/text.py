@@ -69,6 +69,27 @@ class TextCodec:
         serialized: str = self._fast.to_str()
         return serialized
 
+    @property
+    def fast(self) -> Tokenizer:
+        return self._fast
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """Ids of the special tokens by name."""
+        return {t.content: i for i, t in self._fast.get_added_tokens_decoder().items() if t.special}
+
+    @property
+    def end(self) -> str | None:
+        """Name of the token that ends a text."""
+        name: str | None = self._tokenizer.eos_token
+        return name
+
+    @property
+    def opening(self) -> list[int]:
+        """Tokens that every text begins with."""
+        first = self._tokenizer.bos_token_id
+        return [first] if first is not None and first in self._tokenizer.encode("") else []
+
     def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """The text of each sequence of tokens."""
         return self._fast.decode_batch([list(tokens) for tokens in sequences], skip_special_tokens=False)

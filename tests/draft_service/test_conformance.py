@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from draft_service.drafter import Drafter, SessionCommitted, SessionStart
+from draft_service.drafters.bridged import BridgedDrafter
 from draft_service.drafters.lm import LmDrafter
 from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.merged import MergedDrafter
@@ -19,9 +20,11 @@ from draft_service.drafters.suffix import SuffixDrafter
 from draftwood.config import DraftSettings
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.model import ModelRuntime
+from draftwood.runtime.spelling import Speller
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 from tests.draft_service.test_lm import CONTEXT, GREEDY, SAMPLED, VOCAB, Oracle, make_runtime
+from tests.tiny_tokenizers import few_tokens
 
 LM: dict[str, dict[str, Any]] = {
     "best_first": {},
@@ -33,7 +36,8 @@ LM: dict[str, dict[str, Any]] = {
     "choices": {"choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]},
     "eagle1": {"depth": 5},
 }
-METHODS = [*LM, "ngram", "suffix", "merged", "merged_suffix"]
+METHODS = [*LM, "ngram", "suffix", "bridged", "merged", "merged_suffix"]
+SAMPLING_METHODS = [m for m in METHODS if m not in ("ngram", "suffix", "bridged")]
 LEARNING = {"sequoia", "sequoia_sized", "ngram", "suffix", "merged", "merged_suffix"}
 """What these draw depends on what other sessions' texts have shown."""
 BASE: dict[str, Any] = {
@@ -44,7 +48,17 @@ SAMPLING = (GREEDY, SAMPLED)
 REJECTED = SamplingParams(temperature=0.8)
 
 
+def bridged(inner: Drafter) -> BridgedDrafter:
+    """The draft has a token a character, some of which the target has not; the target has some pairs of them, too."""
+    pairs, letters = ["he", "th", "in", "er", "oo", "o,", "Ġw", "ll"], "xyzXYZq!?*#@%&$~"
+    draft, target = few_tokens(VOCAB, [], letters, 7), few_tokens(VOCAB, pairs, letters)
+    vocabulary = Vocabulary(tuple(str(target.id_to_token(i)) for i in range(VOCAB)), frozenset(), VOCAB)
+    return BridgedDrafter(inner, Speller(draft, {}, "draft"), Speller(target, {}, "target"), vocabulary)
+
+
 def make(method: str, runtime: ModelRuntime, **settings: Any) -> Drafter:
+    if method == "bridged":
+        return bridged(make("best_first", runtime, **settings))
     if method.startswith("merged"):
         other = make("suffix" if method == "merged_suffix" else "ngram", runtime, **settings)
         return MergedDrafter([make("best_first", runtime, **settings), other])
@@ -269,7 +283,7 @@ def test_the_same_calls_and_seed_give_the_same_growth(
     assert first == run() and first
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("ngram", "suffix")])
+@pytest.mark.parametrize("method", SAMPLING_METHODS)
 def test_under_rejection_what_is_sent_was_sampled_from_what_is_said(
     method: str, runtime: ModelRuntime, oracle: Oracle
 ) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from draftwood.v1 import draft_pb2
-from tests.services.stack import Cluster, Stack, slow_down, tokens_of, verifier_request, verifier_stub
+from tests.services.stack import Cluster, Stack, engine_of, slow_down, tokens_of, verifier_request, verifier_stub
 from tests.services.wire import HandDraft
+from verifier_service.width import StepTimes
 
 METHODS: dict[str, dict[str, Any]] = {
     "best_first": {},
@@ -121,3 +122,27 @@ async def test_the_suffix_index_learns_from_ended_texts(stack: Stack) -> None:
     again = await cluster.speculative("Green is the sea", **options)
     assert again.tokens == first.tokens
     assert again.accepted > max(20, first.accepted)
+
+
+async def test_the_verifiers_step_times_reach_the_draft_worker(stack: Stack) -> None:
+    """Sequoia draws no more than pays there: two nodes on a verifier where a third would take a second."""
+    verifier = await stack.verifier(width="adaptive", draft_wait_ms=1000.0)
+    engine_of(verifier).planner.times = StepTimes([1, 2, 3, 4, 17], [0.01, 0.0101, 0.0102, 1.0, 1.1])
+    draft = await stack.draft(topology="sequoia", branch=6)
+    router = await stack.router([verifier], [draft])
+    cluster = Cluster(verifier, [draft], router, await stack.client(router))
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    text = await cluster.speculative("The sky is blue", **options)
+    assert text.tokens == await cluster.plain("The sky is blue", **options)
+    [link] = draft._links.values()
+    rows, ms = zip(*link._step_ms, strict=True)
+    assert rows == (1, 2, 4, 8, 16, 17) and ms[2] > 20 * ms[1] > 0
+    nodes = draft.loaded.core.nodes_drafted
+    assert text.finished and 0 < text.finished.usage.nodes_drafted <= 2 * text.finished.usage.steps, nodes
+
+
+async def test_a_verifier_of_full_width_tells_no_step_times(stack: Stack) -> None:
+    cluster = await stack.cluster([{"topology": "sequoia", "branch": 6}])
+    await cluster.speculative("The sky is blue", max_tokens=8, ignore_eos=True)
+    [link] = cluster.drafts[0]._links.values()
+    assert link._step_ms == ()
