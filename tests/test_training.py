@@ -38,7 +38,7 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def target(target_path: str) -> Target:
-    return Target(target_path, CPU, compiled=False)
+    return Target.load(target_path, CPU, compiled=False)
 
 
 @pytest.fixture(scope="module")

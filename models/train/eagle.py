@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     torch.manual_seed(chosen.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = Target(chosen.target, device, compiled=chosen.compile)
+    target = Target.load(chosen.target, device, compiled=chosen.compile)
     depth = target.config.num_hidden_layers
     eagle = make_eagle(target, chosen.layers, chosen.inner, tuple(chosen.taps or (2, depth // 2, depth - 3)))
     kept = kept_tokens(chosen.corpus, chosen.vocabulary)

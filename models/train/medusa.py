@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     torch.manual_seed(chosen.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = Target(chosen.target, device, compiled=chosen.compile)
+    target = Target.load(chosen.target, device, compiled=chosen.compile)
     vocab_size = load_facts(chosen.corpus)["vocab_size"]
     corpus = load_corpus(chosen.corpus, np.arange(vocab_size), device, own_tokens=False)
     lm_head = target.lm_head[:vocab_size]

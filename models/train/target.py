@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftwood.runtime.demo_model import DEMO, demo_target
 from draftwood.runtime.heads import FINAL_NORM
 
 
 class Target:
-    """A Llama-like causal LM, frozen, in float16 on a GPU: bfloat16 is too coarse for near-ties."""
+    """A Llama-like causal LM, frozen."""
 
-    def __init__(self, name: str, device: torch.device, *, compiled: bool) -> None:
+    @classmethod
+    def load(cls, name: str, device: torch.device, *, compiled: bool) -> Self:
+        """In float16 on a GPU: bfloat16 is too coarse for near-ties."""
         path = str(demo_target()) if name == DEMO else name
         dtype = torch.float16 if device.type == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-        model = model.to(device).eval().requires_grad_(False)
+        return cls(model.to(device).eval(), compiled=compiled)
+
+    def __init__(self, model: PreTrainedModel, *, compiled: bool = False) -> None:
+        model.requires_grad_(False)
         self.config: Any = model.config
         self.embedding: Tensor = model.get_input_embeddings().weight  # [vocab_size, hidden]
         self.lm_head: Tensor = model.get_output_embeddings().weight  # [vocab_size, hidden]
