@@ -220,7 +220,7 @@ def checks_of(details: dict[str, Any]) -> list[Check]:
     if "everyday" in draft:
         checks.append(Check("drafters/demo_top1_everyday", draft["everyday"]["top1"], ">=", 0.62))
     if "n64" in draft.get("trees", {}):
-        checks.append(Check("drafters/demo_tokens_a_forward_n64", draft["trees"]["n64"], ">=", 3.5))
+        checks.append(Check("drafters/demo_tokens_per_forward_n64", draft["trees"]["n64"], ">=", 3.5))
     if "times" in draft and "times" in before:
         ratio = draft["times"]["level_ms"] / before["times"]["level_ms"]
         checks.append(Check("drafters/demo_level_time_ratio", round(ratio, 3), "<=", 1.0))

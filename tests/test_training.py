@@ -1,0 +1,125 @@
+"""The trainings in models/train/ on a tiny target: what they unroll is what a drafter computes, and they learn."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "train"))
+
+import eagle as eagle_training
+import medusa as medusa_training
+from corpus import TOP, Round, save_facts, save_round
+from target import Target
+
+from draftwood.runtime.heads import FINAL_NORM, EagleHead, MedusaHeads, TargetShape, dense_forward
+from draftwood.runtime.heads_checkpoint import load_heads
+
+CPU = torch.device("cpu")
+VOCAB, WIDTH, LENGTH, STEPS = 64, 32, 16, 3
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target(target_path: str) -> Target:
+    return Target.load(target_path, CPU, compiled=False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory, target_path: str) -> Path:
+    """Random text with the target's real distributions."""
+    folder, model = tmp_path_factory.mktemp("corpus"), LlamaForCausalLM.from_pretrained(target_path)
+    tokens = torch.randint(0, VOCAB // 2, (32, LENGTH))
+    with torch.no_grad():
+        logprob, top = model(tokens).logits.log_softmax(dim=-1).topk(TOP)
+    drawn = np.ones(tokens.shape, np.bool_)
+    save_round(folder, 0, Round(tokens.numpy().astype(np.uint16), drawn, top.numpy(), logprob.half().numpy()))
+    save_facts(folder, {"vocab_size": VOCAB, "rounds": 1})
+    return folder
+
+
+def test_features_are_those_of_transformers(target: Target, target_path: str) -> None:
+    tokens = torch.randint(0, VOCAB, (2, LENGTH))
+    model = LlamaForCausalLM.from_pretrained(target_path)
+    with torch.no_grad():
+        hidden = model.model(tokens, output_hidden_states=True).hidden_states
+    taps = (0, 2, 7, FINAL_NORM)
+    torch.testing.assert_close(target.features(tokens, taps), torch.cat([hidden[k] for k in taps], dim=-1))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_unrolled_eagle_is_what_a_drafter_computes(tmp_path: Path, target: Target, layers: int) -> None:
+    """Row i of step t: i + 1 true rows, then t of which each takes what the one before hands down."""
+    torch.manual_seed(1)
+    eagle = eagle_training.make_eagle(target, layers, 40, (2, 4, 5))
+    with torch.no_grad():
+        for name, parameter in eagle.named_parameters():
+            parameter.copy_(parameter.half())
+            if "norm" in name:
+                parameter.copy_((parameter * (1 + 0.1 * torch.randn_like(parameter))).half())
+    eagle_training.save_eagle(eagle, tmp_path, np.arange(0, VOCAB, 2), "target")
+    head = load_heads(str(tmp_path), TargetShape.of(target.config), CPU, torch.float32)
+    assert isinstance(head, EagleHead)
+    assert head.taps == eagle.taps
+    assert head.target_ids is not None and head.target_ids.tolist() == list(range(0, VOCAB, 2))
+
+    tokens = torch.randint(0, VOCAB, (1, LENGTH))
+    features = target.features(tokens, eagle.taps)
+    with torch.no_grad():
+        unrolled = eagle.unrolled(target.embedding, tokens, features, STEPS, eagle_training.Pieces())
+        found = [read[0] for read in unrolled]
+    fused, embedded = head.fused(features[0]), target.embedding[tokens[0]]
+    for row in range(LENGTH - STEPS):
+        given = fused[: row + 1]
+        for step in range(STEPS):
+            read, handed_down = dense_forward(head, embedded[1 : row + step + 2], given)
+            torch.testing.assert_close(found[step][row], read[-1], rtol=1e-4, atol=1e-4)
+            given = torch.cat([given, handed_down[-1:]])
+
+
+def test_an_eagle_learns(tmp_path: Path, target_path: str, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    eagle_training.main(
+        ["--target", target_path, "--corpus", str(corpus), "--out", str(tmp_path), "--seconds", "4", "--rows", "8",
+         "--rate", "0.01", "--vocabulary", "60", "--held-out", "8", "--inner", "32",
+         "--steps", str(STEPS), "--no-compile"]
+    )  # fmt: skip
+    last = capsys.readouterr().out.splitlines()[-1]
+    scores = [float(word) for word in last.split("by step ")[1].split()]
+    assert len(scores) == STEPS
+    assert scores[0] > 8 / VOCAB
+    head = load_heads(str(tmp_path), TargetShape(WIDTH, 8, VOCAB), CPU, torch.float32)
+    assert isinstance(head, EagleHead)
+    assert head.target_ids is not None and len(head.target_ids) == 60
+
+
+def test_medusa_heads_learn(
+    tmp_path: Path, target: Target, target_path: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    medusa_training.main(
+        ["--target", target_path, "--corpus", str(corpus), "--out", str(tmp_path), "--seconds", "4", "--rows", "8",
+         "--rate", "0.01", "--held-out", "8", "--heads", "2", "--no-compile"]
+    )  # fmt: skip
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert float(last.split("by head ")[1].split()[0]) > 4 / VOCAB
+    heads = load_heads(str(tmp_path), TargetShape(WIDTH, 8, VOCAB), CPU, torch.float32)
+    assert isinstance(heads, MedusaHeads)
+    assert len(heads.heads) == 2
+    assert all(head.lm_head is None for head in heads.heads)
+    feature = target.features(torch.randint(0, VOCAB, (1, 4)), (FINAL_NORM,))
+    assert not torch.allclose(heads.heads[0].hidden(feature), feature)
