@@ -84,6 +84,9 @@ class VerifierSettings(ServerSettings):
     page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds; also the kernel's key tile")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     prefix_cache: bool = Field(True, description="texts that begin alike share the full pages of their beginning")
+    features: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="layers whose hidden states drafts may ask for (docs/drafters.md); empty: features are off"
+    )
     max_sessions: Positive = Field(64, description="sessions that may run at once")
     max_waiting: int = Field(256, ge=0, description="requests that may wait for pages or a session")
     max_nodes: Positive = Field(64, description="nodes of one session that one step may verify", le=255)
