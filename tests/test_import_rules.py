@@ -34,7 +34,7 @@ class Layer:
 
 VALUE_PACKAGES = ("numpy", "pydantic", "pydantic_settings", "yaml", "structlog", "prometheus_client")
 GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "uvloop")
-MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "filelock")
+MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "filelock")
 CLI_PACKAGES = ("typer", "rich")  # also of every `__main__`
 BELOW_SERVICES = ("values", "maths", "v1", "kernels", "transport", "device")
 
