@@ -25,6 +25,7 @@ from draftwood.runtime.batch import Forward, Padding, Ragged, Rows, assemble
 from draftwood.runtime.decoder import ATTENTION, FeatureStore, HfDecoder, make_decoder
 from draftwood.runtime.graphs import COMMON, Computed, StepGraphs
 from draftwood.runtime.pages import PagePool
+from draftwood.runtime.reduced import ReducedVocabulary
 
 
 def resolve_device(name: str) -> torch.device:
@@ -102,6 +103,7 @@ class ModelRuntime:
         self.vocab_size = int(config.vocab_size)
         self.max_context_tokens = int(getattr(config, "max_position_embeddings", 1 << 30))
         self.layers = int(config.num_hidden_layers)
+        self.reduced = ReducedVocabulary.of(model.config)
         self.pool = PagePool(kv_pages, page_tokens)
         # One page more than the pool hands out: padding rows write there.
         shape = (self.layers, 2, kv_pages + 1, kv_heads, page_tokens, head_dim)
