@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draft_service.drafter import Drafter, Key, SessionCommitted, SessionStart
+from draftwood.features import Features
 from draftwood.telemetry import get_logger
 from draftwood.wire import SessionGrowth
 
@@ -72,6 +73,18 @@ class DraftCore:
             return False
         try:
             self.drafter.commit(key, committed)
+        except ValueError as error:
+            log.warning("session given up", error=str(error))
+            self.close(key)
+            return False
+        return True
+
+    def feed(self, key: Key, first: int, features: Features) -> bool:
+        """Hands features over; False: they do not fit what is known, so the session must be left."""
+        if key not in self._heard_s:
+            return True
+        try:
+            self.drafter.feed(key, first, features)
         except ValueError as error:
             log.warning("session given up", error=str(error))
             self.close(key)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
@@ -66,12 +67,19 @@ class Drafter(Protocol):
     model: str
     vocabulary: Vocabulary | None  # None: works on ids alone
     rules: tuple[Rule, ...]  # those that need more than ids and that it can draw for
+    features: FeatureRequest | None  # what it works on besides the text
 
     def open(self, key: Key, start: SessionStart) -> None:
         """Takes a session."""
 
     def commit(self, key: Key, committed: SessionCommitted) -> None:
         """Moves a session on; unknown keys are ignored. A gap in the text raises ValueError."""
+
+    def feed(self, key: Key, first: int, features: Features) -> None:
+        """Takes features of the positions from ``first`` on, as they come: each position once, those before an anchor
+        before the commit that names it unless they are many. Unknown keys are ignored; a position that comes again
+        raises ValueError. Only for drafters that ask for features.
+        """
 
     def close(self, key: Key) -> None:
         """Drops a session; unknown keys are ignored."""

@@ -13,7 +13,7 @@ import grpc
 from draft_service.core import DraftCore, Outcome
 from draft_service.drafter import SessionCommitted, SessionStart, StepMs
 from draftwood.credentials import Role, role_host
-from draftwood.errors import DraftwoodError, FailedPrecondition, Unavailable
+from draftwood.errors import DraftwoodError, FailedPrecondition, InvalidArgument, Unavailable
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.rpc.channel import Dialer
 from draftwood.rpc.status import from_rpc_error
@@ -25,7 +25,9 @@ from draftwood.v1.verifier_pb2_grpc import VerifierServiceStub
 from draftwood.vocabulary import check
 from draftwood.wire import (
     PROTOCOL_VERSION,
+    FeatureChunk,
     SessionGrowth,
+    decode_chunk,
     decode_commits,
     decode_step_times,
     encode_growth,
@@ -170,6 +172,8 @@ class VerifierLink:
             self._start(start)
         if response.HasField("commits"):
             self._commit(response.commits)
+        if response.features:
+            self._feed([decode_chunk(chunk) for chunk in response.features])
         for stop in response.stops:
             self._drop(stop.handle)
         self._forget({stop.handle for stop in response.stops})
@@ -229,6 +233,31 @@ class VerifierLink:
                 committed = SessionCommitted(c.epoch, c.length, c.tokens, c.budget, step_ms)
                 if not self._core.commit((self.link_id, c.handle), committed):
                     loop.call_soon_threadsafe(self.tell, (), [c.handle])
+
+        self._feed(
+            [
+                FeatureChunk(c.handle, c.length - 1 - c.feature_count, c.feature_count, c.features)
+                for c in commits
+                if c.feature_count
+            ]
+        )
+        self._worker.post(run)
+
+    def _feed(self, chunks: Sequence[FeatureChunk]) -> None:
+        """Hands features over; raises InvalidArgument FEATURES if they are not what was asked for."""
+        request = self._core.drafter.features
+        if not chunks or request is None:
+            return
+        for chunk in chunks:
+            if len(chunk.data) != chunk.count * request.position_bytes:
+                expected = f"{chunk.count} positions of {request.position_bytes} bytes"
+                raise InvalidArgument("FEATURES", f"{len(chunk.data)} bytes, but {expected}", field="features.data")
+        loop, decoded = asyncio.get_running_loop(), [request.decode(chunk.data) for chunk in chunks]
+
+        def run() -> None:
+            for chunk, features in zip(chunks, decoded, strict=True):
+                if not self._core.feed((self.link_id, chunk.handle), chunk.first, features):
+                    loop.call_soon_threadsafe(self.tell, (), [chunk.handle])
 
         self._worker.post(run)
 

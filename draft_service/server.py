@@ -24,7 +24,7 @@ from draftwood.rpc.tracing import start_tracing
 from draftwood.runtime.worker import Worker
 from draftwood.telemetry import METRICS, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2
-from draftwood.wire import tokenizer_to_proto
+from draftwood.wire import feature_request_to_proto, tokenizer_to_proto
 
 log = get_logger(__name__)
 
@@ -113,6 +113,8 @@ class DraftServer:
         caps = draft_pb2.Caps(max_nodes=settings.max_nodes, max_sessions=settings.max_sessions)
         info = draft_pb2.DraftInfo(kind=drafter.kind, model=drafter.model, incarnation=self.incarnation, caps=caps)
         info.rules.extend(number for number, rule in RULES.items() if rule in drafter.rules)
+        if drafter.features is not None:
+            info.features.CopyFrom(feature_request_to_proto(drafter.features))
         if drafter.vocabulary is not None:
             info.tokenizer.CopyFrom(tokenizer_to_proto(drafter.vocabulary.fingerprint()))
         return info
@@ -216,6 +218,8 @@ def make_drafter(settings: DraftSettings) -> Drafter:
     if settings.kind == "suffix":
         return SuffixDrafter(settings)
     # Not at the top: draft workers without a model run where torch is not installed.
-    from draft_service.drafters.loading import load_bridged_drafter, load_lm_drafter
+    from draft_service.drafters.loading import load_bridged_drafter, load_eagle_drafter, load_lm_drafter
 
-    return load_bridged_drafter(settings) if settings.kind == "bridged" else load_lm_drafter(settings)
+    load: dict[str, Callable[[DraftSettings], Drafter]]
+    load = {"lm": load_lm_drafter, "bridged": load_bridged_drafter, "eagle": load_eagle_drafter}
+    return load[settings.kind](settings)

@@ -37,6 +37,8 @@ OF_TOPOLOGY = {
 }
 """Settings that only some topologies have a use for."""
 MOST_CHILDREN = 64
+PART_KINDS = ("lm", "eagle", "ngram", "suffix", "bridged")
+"""Kinds that can be parts of kind merged."""
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
 
@@ -84,6 +86,9 @@ class VerifierSettings(ServerSettings):
     page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds; also the kernel's key tile")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     prefix_cache: bool = Field(True, description="texts that begin alike share the full pages of their beginning")
+    features: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="layers whose hidden states drafts may ask for (docs/drafters.md); empty: features are off"
+    )
     max_sessions: Positive = Field(64, description="sessions that may run at once")
     max_waiting: int = Field(256, ge=0, description="requests that may wait for pages or a session")
     max_nodes: Positive = Field(64, description="nodes of one session that one step may verify", le=255)
@@ -120,13 +125,16 @@ class DraftSettings(ServerSettings):
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
     traces: Traces = ""
-    kind: Literal["lm", "ngram", "suffix", "bridged", "merged"] = Field(
+    kind: Literal["lm", "eagle", "ngram", "suffix", "bridged", "merged"] = Field(
         "lm",
-        description="lm: small language model; ngram: lookup in the text itself; suffix: lookup in all texts written "
-        "here; bridged: small language model of another tokenizer; merged: several of them (`parts`)",
+        description="lm: small language model; eagle: layer on the target's hidden states; ngram: lookup in the text "
+        "itself; suffix: lookup in all texts written here; bridged: small language model of another tokenizer; "
+        "merged: several of them (`parts`)",
     )
     parts: Parts = []
-    model: str = Field("demo", description='draft model (kind lm): path, hub id, or "demo" (7.7 M parameters)')
+    model: str = Field("demo", description='draft model or head: path, hub id, or "demo" (kind lm, 7.7 M parameters)')
+    target: str = Field("demo", description="model that a head is made for, for its embedding and LM head: as `model`")
+    target_name: str = Field("", description="kind eagle: name of the only target to serve; empty: any of its sizes")
     tokenizer: str = Field("", description="where the draft's tokenizer is; empty: beside its model")
     target_tokenizer: str = Field(
         "", description='kind bridged: where the tokenizer of the target is: path, hub id, or "demo"'
@@ -231,8 +239,8 @@ class DraftSettings(ServerSettings):
             raise ValueError(f"kind merged needs 2 parts or more, got {len(self.parts)}")
         own = self.model_dump(exclude_unset=True, exclude={"kind", "parts"})
         for part in self.parts:
-            if part.get("kind") not in ("lm", "ngram", "suffix", "bridged"):
-                raise ValueError(f"a part's kind is lm, ngram, suffix or bridged, got {part.get('kind')!r}")
+            if part.get("kind") not in PART_KINDS:
+                raise ValueError(f"a part's kind is {', '.join(PART_KINDS)}, got {part.get('kind')!r}")
         return [DraftSettings(**({"parts": []} | own | part)) for part in self.parts]
 
 

@@ -25,6 +25,7 @@ Fate = Literal["drafted", "verified", "accepted", "stale", "refused"]
 SessionState = Literal["waiting", "running", "preempted"]
 PageOwner = Literal["free", "cached", "session"]
 PageEvent = Literal["reused", "published", "evicted"]
+FeaturePart = Literal["commit", "chunk"]
 StepPart = Literal["wait", "plan", "forward", "sample", "commit"]
 WidthReason = Literal["no_nodes", "shut", "baseline", "cost", "all", "probe", "full", "prefill"]
 RequestOutcome = Literal["ok", "failed", "cancelled"]
@@ -167,10 +168,12 @@ class Metrics:
         self.step_seconds = Histogram(
             "draftwood_step_seconds", "Duration of a verify step", buckets=STEP_BUCKETS_S, registry=self.registry
         )
-        parts = Counter("draftwood_step_part_seconds", "Time between and in steps", ["part"], registry=self.registry)
-        self.step_parts: dict[StepPart, Counter] = {part: parts.labels(part) for part in get_args(StepPart)}
-        widths = Counter("draftwood_step_width", "Steps by what set their width", ["reason"], registry=self.registry)
-        self.step_width: dict[WidthReason, Counter] = {why: widths.labels(why) for why in get_args(WidthReason)}
+        self.step_parts: dict[StepPart, Counter] = self._counters(
+            "draftwood_step_part_seconds", "Time between and in steps", "part", get_args(StepPart)
+        )
+        self.step_width: dict[WidthReason, Counter] = self._counters(
+            "draftwood_step_width", "Steps by what set their width", "reason", get_args(WidthReason)
+        )
         by_depth = Counter(
             "draftwood_nodes_by_depth", "Draft nodes below the anchor", ["fate", "depth"], registry=self.registry
         )
@@ -216,6 +219,12 @@ class Metrics:
         )
         self.drafts = Counter(
             "draftwood_drafts", "Trees verified, one for each session of a step that has nodes", registry=self.registry
+        )
+        self.features: dict[FeaturePart, Counter] = self._counters(
+            "draftwood_features", "Positions whose features were sent to drafts", "part", get_args(FeaturePart)
+        )
+        self.feature_bytes: dict[FeaturePart, Counter] = self._counters(
+            "draftwood_feature_bytes", "Bytes of the features that were sent to drafts", "part", get_args(FeaturePart)
         )
         texts = Counter("draftwood_texts", "Texts that a verifier has ended", ["reason"], registry=self.registry)
         self.texts: dict[TextReason, Counter] = {reason: texts.labels(reason) for reason in get_args(TextReason)}
@@ -268,6 +277,11 @@ class Metrics:
             "draftwood_draft_idle_seconds", "Time in which this draft worker had nothing to do", registry=self.registry
         )
         self.rpc: dict[tuple[str, str], Counter] = {}
+
+    def _counters(self, name: str, documentation: str, label: str, values: Iterable[Any]) -> dict[Any, Counter]:
+        """One child for each value of a counter's one label."""
+        counter = Counter(name, documentation, [label], registry=self.registry)
+        return {value: counter.labels(value) for value in values}
 
     def canary_share(self, model: str) -> Gauge:
         """Of the draft model of that name; names beyond the first ``MOST_MODELS`` share the name "other"."""

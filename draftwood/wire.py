@@ -21,6 +21,7 @@ import numpy.typing as npt
 from google.rpc import code_pb2
 
 from draftwood.errors import BY_STATUS, DraftwoodError, Internal, InvalidArgument
+from draftwood.features import FeatureRequest
 from draftwood.tree import Proposal
 from draftwood.v1 import draft_pb2, tree_pb2
 from draftwood.vocabulary import Fingerprint
@@ -50,6 +51,7 @@ class SessionCommit:
     """The verifier's answer to a session's tree.
 
     ``node_ids`` are the accepted nodes, which carry the first of ``tokens``; 0 if this draft did not draw the node.
+    ``features`` are those of the ``feature_count`` positions before the anchor, packed (``draftwood.features``).
     """
 
     handle: int
@@ -58,6 +60,18 @@ class SessionCommit:
     tokens: tuple[int, ...]
     node_ids: tuple[int, ...]
     budget: int
+    feature_count: int = 0
+    features: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureChunk:
+    """Features of the positions [first, first + count) of a session, packed."""
+
+    handle: int
+    first: int
+    count: int
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +322,7 @@ def decode_step_times(message: draft_pb2.StepTimes) -> tuple[tuple[int, float], 
 
 
 def encode_commits(commits: Sequence[SessionCommit]) -> draft_pb2.Commits:
+    featured = any(commit.feature_count for commit in commits)
     return draft_pb2.Commits(
         handle=[commit.handle for commit in commits],
         epoch=[commit.epoch for commit in commits],
@@ -317,6 +332,8 @@ def encode_commits(commits: Sequence[SessionCommit]) -> draft_pb2.Commits:
         budget=[commit.budget for commit in commits],
         token=[token for commit in commits for token in commit.tokens],
         node_id=[node_id for commit in commits for node_id in commit.node_ids],
+        feature_count=[commit.feature_count for commit in commits] if featured else [],
+        features=b"".join(commit.features for commit in commits),
     )
 
 
@@ -330,10 +347,47 @@ def decode_commits(message: draft_pb2.Commits) -> list[SessionCommit]:
     _check_accepted(message)
     rows = zip(message.handle, message.epoch, message.length, message.budget, strict=True)
     tokens, node_ids = _slices(message.token, message.count), _slices(message.node_id, message.accepted)
+    features = _feature_slices(message)
     return [
-        SessionCommit(handle, epoch, length, next(tokens), next(node_ids), budget)
+        SessionCommit(handle, epoch, length, next(tokens), next(node_ids), budget, *next(features))
         for handle, epoch, length, budget in rows
     ]
+
+
+def _feature_slices(message: draft_pb2.Commits) -> Iterator[tuple[int, bytes]]:
+    """Number of positions and features of each session."""
+    counts = list(message.feature_count) or [0] * len(message.handle)
+    _check_length("commits.feature_count", len(counts), len(message.handle), "sessions")
+    positions, size = sum(counts), len(message.features)
+    if size % max(1, positions) or bool(size) != bool(positions):
+        text = f"{size} bytes are not the features of {positions} positions"
+        raise InvalidArgument("TREE_LENGTH_MISMATCH", text, field="commits.features")
+    for session, (count, length) in enumerate(zip(counts, message.length, strict=True)):
+        if count and count >= length:
+            text = f"features of {count} positions before the anchor, which is at {length - 1}"
+            raise InvalidArgument("TREE_LENGTH_MISMATCH", text, field=f"commits.feature_count[{session}]")
+    bounds = np.cumsum([0, *counts]).tolist()
+    each = size // max(1, positions)
+    return (
+        (count, message.features[each * start : each * end])
+        for count, (start, end) in zip(counts, pairwise(bounds), strict=True)
+    )
+
+
+def encode_chunk(chunk: FeatureChunk) -> draft_pb2.FeatureChunk:
+    return draft_pb2.FeatureChunk(handle=chunk.handle, first=chunk.first, count=chunk.count, data=chunk.data)
+
+
+def decode_chunk(message: draft_pb2.FeatureChunk) -> FeatureChunk:
+    return FeatureChunk(message.handle, message.first, message.count, message.data)
+
+
+def feature_request_to_proto(request: FeatureRequest) -> draft_pb2.FeatureRequest:
+    return draft_pb2.FeatureRequest(layers=request.layers, hidden_size=request.hidden_size, target=request.target)
+
+
+def feature_request_from_proto(message: draft_pb2.FeatureRequest) -> FeatureRequest:
+    return FeatureRequest(tuple(message.layers), message.hidden_size, message.target)
 
 
 def _check_accepted(message: draft_pb2.Commits) -> None:

@@ -46,6 +46,7 @@ LAYERS = {
             "draftwood.topology",
             "draftwood.errors",
             "draftwood.config",
+            "draftwood.features",
             "draftwood.telemetry",
             "draftwood.vocabulary",
             "draftwood.stop_strings",

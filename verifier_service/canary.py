@@ -14,13 +14,14 @@ import hmac
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from draftwood import tree as tt
 from draftwood.acceptance import walk
 from draftwood.errors import InvalidArgument, PermissionDenied
+from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
@@ -28,6 +29,7 @@ from draftwood.tree import TokenTree
 from draftwood.wire import SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.engine import StartInfo
+from verifier_service.features import cut, pick
 from verifier_service.live_tree import LiveTree, Nodes, check_growth
 from verifier_service.plan import FIRST_BUDGET
 
@@ -54,6 +56,20 @@ class Canary:
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
+    features: Features | None = None  # of all tokens but the last, of all layers that the runtime keeps
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryFeatures:
+    """What a draft that asked for features is told of the canary's."""
+
+    request: FeatureRequest
+    states: Features
+
+    @classmethod
+    def of(cls, canary: Canary, runtime: ModelRuntime, request: FeatureRequest) -> CanaryFeatures:
+        assert canary.features is not None
+        return cls(request, pick(canary.features, runtime, request))
 
 
 def learn_canary(runtime: ModelRuntime, prompt: Sequence[int], token_count: int, context_limit: int) -> Canary | None:
@@ -81,9 +97,10 @@ def learn_canary(runtime: ModelRuntime, prompt: Sequence[int], token_count: int,
             text += chosen[: right + 1]
             if text[-1] < 0:
                 return None
+        [features] = runtime.read_features([(pages, 0, cached)]) if runtime.features else [None]
     finally:
         runtime.pool.give(pages)
-    return Canary(tuple(prompt), tuple(text[len(prompt) :]))
+    return Canary(tuple(prompt), tuple(text[len(prompt) :]), features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +122,13 @@ class CanaryResult:
 class Trial:
     """The canary's session with one draft. It has a handle from the draft's Join until its result is there."""
 
-    def __init__(self, canary: Canary, max_nodes: int, live_nodes: int) -> None:
+    def __init__(self, canary: Canary, max_nodes: int, live_nodes: int, features: CanaryFeatures | None = None) -> None:
         """``max_nodes`` of a growth, 0: no limit; ``live_nodes`` kept between steps."""
         self.session_id = f"canary-{uuid.uuid4().hex}"
         self.ticket = secrets.token_bytes(16)
         self.handle: int | None = None
         self.result: CanaryResult | None = None
+        self._features = features
         self._left = list(canary.continuation)
         self._text = list(canary.prompt)
         self._tree = LiveTree(self._text, live_nodes)
@@ -126,7 +144,9 @@ class Trial:
             raise InvalidArgument("HANDLE", f"the canary has been joined as {self.handle}", field="join.handle")
         self.handle = handle
         tokens, left = tuple(self._text), len(self._left)
-        return StartInfo(handle, 0, tokens, 0, 0.0, self._budget, left, Rule.GREEDY)
+        known = self._features
+        features = cut(handle, 0, known.states[: len(tokens) - 1], known.request) if known else []
+        return StartInfo(handle, 0, tokens, 0, 0.0, self._budget, left, Rule.GREEDY, features)
 
     def grow(self, nodes: Nodes, *, complete: bool) -> SessionCommit | None:
         """Takes nodes, and steps once the round is complete: the commit that the draft is to hear.
@@ -151,7 +171,12 @@ class Trial:
             return None
         ids = self._tree.node_ids(_DRAFT, taken.path)
         self._tree.commit(tokens)
-        return SessionCommit(self.handle, self._tree.epoch, len(self._text), tokens, ids, self._budget)
+        commit = SessionCommit(self.handle, self._tree.epoch, len(self._text), tokens, ids, self._budget)
+        if not self._features:
+            return commit
+        end = len(self._text) - 1
+        states = self._features.states[end - len(tokens) : end]
+        return replace(commit, feature_count=len(states), features=states.tobytes())
 
 
 def _best_guess(tree: TokenTree) -> int:

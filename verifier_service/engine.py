@@ -23,14 +23,16 @@ from draftwood.errors import (
     NotFound,
     ResourceExhausted,
 )
+from draftwood.features import FeatureRequest
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.telemetry import METRICS, MOST_DEPTH, StepPart, WidthReason, get_logger
 from draftwood.tickets import check_ticket
-from draftwood.wire import SessionCommit
+from draftwood.wire import FeatureChunk, SessionCommit
 from verifier_service.calibration import Calibration
 from verifier_service.constraints import MaskFiller
+from verifier_service.features import DueFeatures, tell
 from verifier_service.kv import SessionPages
 from verifier_service.live_tree import Nodes, check_growth
 from verifier_service.plan import FIRST_BUDGET, Part, Planner
@@ -53,6 +55,7 @@ class Link:
     model: str  # names the calibration it shares
     round_s: float  # its usual time from commit to complete tree
     rules: frozenset[Rule]  # those that need more than ids and that it can draw for
+    features: FeatureRequest | None = None
     sessions: dict[int, Session] = field(default_factory=dict)  # by handle
 
 
@@ -68,6 +71,7 @@ class StartInfo:
     budget: int
     remaining: int
     rule: Rule
+    features: Sequence[FeatureChunk] = ()  # of what is computed already
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ class Outcome:
     failed: list[tuple[str, DraftwoodError]] = field(default_factory=list)  # by session id
     commits: dict[int, list[SessionCommit]] = field(default_factory=dict)  # by link
     stops: dict[int, list[int]] = field(default_factory=dict)  # handles by link
+    features: dict[int, list[FeatureChunk]] = field(default_factory=dict)  # by link, besides those of commits
     step_s: float = 0.0  # 0: not of a step
     spent_s: dict[StepPart, float] = field(default_factory=dict)  # by part of the step, and the wait before it
     width_reason: WidthReason = "no_nodes"
@@ -222,8 +227,11 @@ class Engine:
 
     # --- drafts ---
 
-    def open_link(self, link: int, model: str, rules: frozenset[Rule] = frozenset()) -> None:
-        self._links[link] = Link(model, self.settings.draft_wait_ms / 1e3, rules)
+    def open_link(
+        self, link: int, model: str, rules: frozenset[Rule] = frozenset(), features: FeatureRequest | None = None
+    ) -> None:
+        """``features`` must be among what the runtime keeps."""
+        self._links[link] = Link(model, self.settings.draft_wait_ms / 1e3, rules, features)
 
     def close_link(self, link: int) -> None:
         """A draft worker's stream has ended: its sessions go on without it."""
@@ -262,10 +270,12 @@ class Engine:
         self.planner.share_among(self.running)
         session.budget = self.planner.budget(session, max(session.budget, FIRST_BUDGET))
         draft.asleep = session.budget == 0
-        sampling = request.sampling
+        sampling, known = request.sampling, Outcome()
+        self._tell_features([session], known, [link])
         return StartInfo(
             handle, session.tree.epoch, tuple(session.tokens), 0 if request.sampled else sampling.seed,
             sampling.temperature, session.budget, session.remaining, request.effective_rule,
+            known.features.get(link, []),
         )  # fmt: skip
 
     def handles(self, link: int) -> Collection[int]:
@@ -331,6 +341,7 @@ class Engine:
         out = Outcome()
         moves = [self._accept(part, chosen, out) for part, chosen in zip(parts, targets, strict=True)]
         self.runtime.move([move for move in moves if move])
+        self._tell_features([part.session for part in parts], out)
         for part in parts:
             if part.session.running:
                 self._kv.publish(part.session)
@@ -451,6 +462,19 @@ class Engine:
         draft.catching_up = CATCH_UP_STEPS if draft.asleep else max(0, draft.catching_up - 1)
         draft.known, draft.asleep = length, session.budget == 0
         return SessionCommit(draft.handle, session.tree.epoch, length, told, ids, session.budget)
+
+    def _tell_features(self, sessions: Sequence[Session], out: Outcome, links: Collection[int] | None = None) -> None:
+        """Gives the drafts that asked for features (of ``links``; None: all) those that they lack: with their commits,
+        else as chunks. One that sleeps hears nothing: it gets them with the commit that wakes it."""
+        due = [
+            DueFeatures(link, draft, request, session.pages, session.cached)
+            for session in sessions
+            for link, draft in session.drafts.items()
+            if (links is None or link in links) and (request := self._links[link].features)
+            if draft.featured < session.cached and draft.known == len(session.tokens)
+        ]
+        if due:
+            tell(due, self.runtime, out.commits, out.features)
 
     def _account(self, parts: Sequence[Part], out: Outcome, began: float, forward_s: float) -> None:
         now = self.clock()

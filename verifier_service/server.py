@@ -151,6 +151,7 @@ class VerifierServer:
             kv_pages=settings.kv_pages,
             page_tokens=settings.page_tokens,
             longest_tokens=settings.max_context_tokens + settings.max_nodes + 1,
+            features=settings.features,
         )
         vocabulary = codec.vocabulary(runtime.vocab_size)
         engine = Engine(runtime, settings, token_count=len(vocabulary.tokens))
@@ -180,10 +181,11 @@ class VerifierServer:
 
     def _dispatch(self, outcome: Outcome) -> None:
         """Hands an outcome to the streams it concerns: one message a draft worker, one event a session."""
-        for link_id in outcome.commits.keys() | outcome.stops.keys():
+        for link_id in outcome.commits.keys() | outcome.stops.keys() | outcome.features.keys():
             link = self._links.get(link_id)
             if link:
-                link.tell(outcome.commits.get(link_id, []), outcome.stops.get(link_id, []))
+                features = outcome.features.get(link_id, [])
+                link.tell(outcome.commits.get(link_id, []), outcome.stops.get(link_id, []), features)
         for session_id in outcome.admitted:
             self._deliver(session_id, Admitted())
         for emitted in outcome.emitted:

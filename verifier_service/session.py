@@ -67,6 +67,7 @@ class AttachedDraft:
     known: int = 0  # committed tokens it has been told
     asleep: bool = False  # it has been told that no nodes are wanted
     catching_up: int = 0  # steps that do not wait for it: it has joined or was woken, and has to read
+    featured: int = 0  # positions from the start whose features it has been told, if it asked for any
     misses: int = 0  # steps in a row that did not wait for it long enough
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)  # of its guesses in this session
 

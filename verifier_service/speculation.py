@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from draftwood.config import VerifierSettings
 from draftwood.errors import DraftwoodError, FailedPrecondition, InvalidArgument
+from draftwood.features import check_offer
 from draftwood.parameters import Rule
 from draftwood.rpc.handlers import DecodeFailure
 from draftwood.runtime.worker import Worker
@@ -17,16 +19,19 @@ from draftwood.v1 import draft_pb2
 from draftwood.vocabulary import Vocabulary, check
 from draftwood.wire import (
     PROTOCOL_VERSION,
+    FeatureChunk,
     SessionCommit,
     SessionGrowth,
     decode_growth,
+    encode_chunk,
     encode_commits,
     error_to_proto,
+    feature_request_from_proto,
     smaller_caps,
     tokenizer_from_proto,
     tokenizer_to_proto,
 )
-from verifier_service.canary import Canary, CanaryResult, Trial
+from verifier_service.canary import Canary, CanaryFeatures, CanaryResult, Trial
 from verifier_service.engine import Engine, Outcome, StartInfo
 from verifier_service.live_tree import Nodes
 from verifier_service.requests import rule_to_proto
@@ -35,6 +40,8 @@ from verifier_service.step_curve import StepCurve
 log = get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 16 << 20
+MOST_FEATURE_BYTES = 4 << 20
+"""Features in one message, but for those that a single commit carries beyond; the rest follows in further messages."""
 MOST_IN_HAND = 16
 """Messages of one draft that wait for the engine; the draft's further ones wait on the wire."""
 
@@ -60,7 +67,8 @@ class DraftLink:
         self._target = target
         self._caps = draft_pb2.Caps()
         self._outbox = draft_pb2.SpeculateResponse()
-        self._commits: list[SessionCommit] = []
+        self._commits: deque[SessionCommit] = deque()
+        self._features: deque[FeatureChunk] = deque()
         self._wake = asyncio.Event()
         self._failure: DraftwoodError | None = None
         self._draft = draft_pb2.DraftInfo()
@@ -105,7 +113,10 @@ class DraftLink:
             raise FailedPrecondition("PROTOCOL_VERSION", message, field="hello.protocol_version")
         if hello.draft.HasField("tokenizer"):
             check(target.vocabulary, tokenizer_from_proto(hello.draft.tokenizer))
-        settings = target.settings
+        asked = feature_request_from_proto(hello.draft.features) if hello.draft.HasField("features") else None
+        runtime, settings = target.engine.runtime, target.settings
+        if asked:
+            check_offer(asked, runtime.features.layers if runtime.features else (), runtime.hidden_size, target.model)
         ours = draft_pb2.Caps(
             max_nodes=settings.max_live_nodes,
             max_depth=settings.max_depth,
@@ -116,7 +127,7 @@ class DraftLink:
         self._caps = smaller_caps(ours, hello.draft.caps)
         self._draft = hello.draft
         rules = frozenset(rule for rule in Rule if rule_to_proto(rule) in hello.draft.rules)
-        target.worker.post(lambda: target.engine.open_link(self.link_id, self._model, rules))
+        target.worker.post(lambda: target.engine.open_link(self.link_id, self._model, rules, asked))
         log.info("draft joined", kind=hello.draft.kind, model=hello.draft.model, incarnation=hello.draft.incarnation)
         welcome = draft_pb2.Welcome(
             protocol_version=PROTOCOL_VERSION,
@@ -126,7 +137,8 @@ class DraftLink:
             caps=self._caps,
         )
         if target.canary:
-            self._trial = trial = Trial(target.canary, self._caps.max_nodes, settings.max_live_nodes)
+            known = CanaryFeatures.of(target.canary, runtime, asked) if asked else None
+            self._trial = trial = Trial(target.canary, self._caps.max_nodes, settings.max_live_nodes, known)
             welcome.canary.session_id, welcome.canary.ticket = trial.session_id, trial.ticket
         return welcome
 
@@ -259,9 +271,12 @@ class DraftLink:
 
     # --- to the draft ---
 
-    def tell(self, commits: Sequence[SessionCommit], stops: Sequence[int]) -> None:
-        """Queues what a step has to say; all of it goes into one message."""
+    def tell(
+        self, commits: Sequence[SessionCommit], stops: Sequence[int], features: Sequence[FeatureChunk] = ()
+    ) -> None:
+        """Queues what a step has to say; all of it goes into one message, unless its features are too many."""
         self._commits += commits
+        self._features += features
         self._outbox.stops.extend(draft_pb2.Stop(handle=handle) for handle in stops)
         self._wake.set()
 
@@ -283,6 +298,7 @@ class DraftLink:
                 remaining_tokens=start.remaining,
             )
         )
+        self._features += start.features
         self._wake.set()
 
     def _refuse(self, error: DraftwoodError, handle: int | None = None) -> None:
@@ -294,7 +310,20 @@ class DraftLink:
 
     def _take(self) -> draft_pb2.SpeculateResponse | None:
         response, self._outbox = self._outbox, draft_pb2.SpeculateResponse()
-        if self._commits:
-            response.commits.CopyFrom(encode_commits(self._commits))
-            self._commits = []
+        commits, room = list[SessionCommit](), MOST_FEATURE_BYTES
+        while self._commits and room > 0:
+            commits.append(self._commits.popleft())
+            room -= len(commits[-1].features)
+            METRICS.features["commit"].inc(commits[-1].feature_count)
+            METRICS.feature_bytes["commit"].inc(len(commits[-1].features))
+        if commits:
+            response.commits.CopyFrom(encode_commits(commits))
+        while self._features and room > 0:
+            chunk = self._features.popleft()
+            response.features.append(encode_chunk(chunk))
+            room -= len(chunk.data)
+            METRICS.features["chunk"].inc(chunk.count)
+            METRICS.feature_bytes["chunk"].inc(len(chunk.data))
+        if self._commits or self._features:
+            self._wake.set()
         return response if response.ByteSize() else None

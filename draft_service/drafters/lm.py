@@ -12,8 +12,10 @@ Tokens are the target's ids everywhere but in the model's input and output, if i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,11 +27,13 @@ from draftwood import tree as tt
 from draftwood.acceptance import sample_children, sibling_score
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted
+from draftwood.features import FeatureRequest, Features
 from draftwood.kernels.children import top_children_triton
 from draftwood.noise import GumbelCache
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
+from draftwood.runtime.pages import PagePool
 from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.sampling import draft_children, first_children
 from draftwood.telemetry import METRICS
@@ -52,13 +56,28 @@ WARM_UP_LINK = -1
 """Stands for the verifier of made-up sessions."""
 
 
+class DraftRuntime(Protocol):
+    """What a drafter that grows trees level by level uses of its model."""
+
+    pool: PagePool
+    device: torch.device
+    max_context_tokens: int
+    reduced: ReducedVocabulary | None
+
+    def forward(self, parts: Sequence[Rows]) -> Tensor:
+        """Logits of the wanted rows."""
+
+
 @dataclass(eq=False)
-class _Session:
+class LmSession:
+    """One session's text, cache and tree. The row of the text's token ``skipped + k`` is at slot k."""
+
     start: SessionStart
-    tokens: list[int]  # committed
+    tokens: list[int]  # committed, those that have a row
     epoch: int
     budget: int
     step_ms: StepMs = ()
+    skipped: int = 0  # tokens at the start that have none
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # committed tokens in the cache
     tree: TokenTree = field(init=False)
@@ -86,7 +105,8 @@ class _Session:
 
     def plant_anchor(self) -> None:
         """Starts over: a tree of the last committed token alone."""
-        self.plant(TokenTree.root(self.tokens[-1]), np.zeros(0, np.int64), np.zeros((0, 0), np.bool_))
+        anchor = self.tokens[-1] if self.tokens else self.start.tokens[-1]
+        self.plant(TokenTree.root(anchor), np.zeros(0, np.int64), np.zeros((0, 0), np.bool_))
 
     def extend(self, parent: np.ndarray, token: np.ndarray, score: np.ndarray) -> None:
         """Adds children of nodes that had none."""
@@ -119,6 +139,11 @@ class _Session:
         return self.start.sampling if noise else SamplingParams()
 
     @property
+    def length(self) -> int:
+        """Tokens committed."""
+        return self.skipped + len(self.tokens)
+
+    @property
     def pending(self) -> int:
         return len(self.tokens) - self.cached
 
@@ -128,15 +153,16 @@ class _Session:
         return len(self.expanded)
 
 
-class LmDrafter:
-    """Drafts with a causal LM over its own paged KV cache."""
+class LevelDrafter(ABC):
+    """Grows trees level by level; a subclass says what a forward takes and what becomes of the tree at a commit."""
 
-    kind = "lm"
-    rules: tuple[Rule, ...] = (Rule.REJECTION,)
+    kind: str
+    rules: tuple[Rule, ...] = ()
+    features: FeatureRequest | None = None
 
     def __init__(
         self,
-        runtime: ModelRuntime,
+        runtime: DraftRuntime,
         settings: DraftSettings,
         model: str,
         vocabulary: Vocabulary,
@@ -155,12 +181,28 @@ class LmDrafter:
         self._topology = topology or make_topology(settings)
         self._ahead = best_first(settings)
         self._token_count = len(vocabulary.tokens)
-        self._reduced = ReducedVocabulary.of(runtime.model.config)
+        self._reduced = runtime.reduced
         size = self._own_size(self._token_count)
         kept = torch.from_numpy(self._reduced.target_ids[:size]) if self._reduced else None
         self._noise = GumbelCache(self._token_count, runtime.device, 128, tokens=kept)
         self._first_children = top_children_triton if runtime.device.type == "cuda" else first_children
-        self._sessions: dict[Key, _Session] = {}
+        self._sessions: dict[Key, LmSession] = {}
+
+    @abstractmethod
+    def _begin(self, start: SessionStart) -> LmSession:
+        """The state of a new session."""
+
+    @abstractmethod
+    def _follow(self, session: LmSession, tokens: tuple[int, ...]) -> None:
+        """Adds committed tokens to the text, and keeps of tree and cache what holds for the new anchor."""
+
+    @abstractmethod
+    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Tensor:
+        """Logits of the wanted rows of each session's part."""
+
+    def feed(self, key: Key, first: int, features: Features) -> None:
+        """See ``Drafter``."""
+        raise AssertionError("no features have been asked for")
 
     def warm_up(self, sessions: Sequence[int] = (1, 8)) -> None:
         """Draws two rounds for so many made-up sessions: what is compiled or loaded at its first use is by then."""
@@ -173,21 +215,27 @@ class LmDrafter:
             keys = [(WARM_UP_LINK, k) for k in range(count)]
             for key in keys:
                 self.open(key, start)
+                self._prime(self._sessions[key])
             for epoch in (1, 2):
                 while any(not self._sessions[key].complete for key in keys):
                     self.work()
                 for key in keys:
                     session = self._sessions[key]
                     taken = (*session.tree.token[1:2].tolist(), 0)
-                    length = len(session.tokens) + len(taken)
+                    length = session.length + len(taken)
                     self.commit(key, SessionCommitted(epoch, length, taken, self._settings.beam))
+                    self._prime(session)
             for key in keys:
                 self.close(key)
+
+    def _prime(self, session: LmSession) -> None:
+        """Gives a made-up session what a verifier would beside its tokens."""
+        return
 
     # --- sessions ---
 
     def open(self, key: Key, start: SessionStart) -> None:
-        session = self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget, start.step_ms)
+        session = self._sessions[key] = self._begin(start)
         self._note_room(session)
 
     def close(self, key: Key) -> None:
@@ -196,7 +244,7 @@ class LmDrafter:
             self._runtime.pool.give(session.pages)
             METRICS.outgrown_sessions.dec(session.outgrown)
 
-    def _note_room(self, session: _Session) -> None:
+    def _note_room(self, session: LmSession) -> None:
         """Counts a session whose text has reached the limit of our context or of the verifier's."""
         if not session.outgrown and self._context_room(session) <= 0:
             session.outgrown = True
@@ -206,44 +254,25 @@ class LmDrafter:
         session = self._sessions.get(key)
         if session is None:
             return
-        committed.check_follows(len(session.tokens))
+        committed.check_follows(session.length)
         self._follow(session, committed.tokens)
         session.epoch, session.budget, session.step_ms = committed.epoch, committed.budget, committed.step_ms
         session.levels, session.complete, session.given_up, session.frontier = 0, False, False, None
         self._note_room(session)
 
-    def _follow(self, session: _Session, tokens: tuple[int, ...]) -> None:
-        """Walks the tree along the committed tokens, moves what is kept to its new slots and re-roots."""
+    def _observe(self, session: LmSession, tokens: tuple[int, ...]) -> list[int]:
+        """Walks the tree along committed tokens; the topology learns from it."""
         walked = tt.walk(session.tree, tokens)
-        on_tree = len(walked) == len(tokens)
         if not session.sampled:
-            self._topology.observe(_ranks_taken(session, walked, on_tree=on_tree))
-        anchor = walked[-1] if on_tree else None
-        expanded_path = [n for n in walked if session.slot[n] != UNEXPANDED] if session.pending == 0 else []
-        below = _kept_below(session, anchor) if anchor is not None else np.zeros(0, np.int64)
-        first = session.cached
-        old = [first + place for place in session.slot[[*expanded_path, *below]].tolist()]
-        if old:
-            self._runtime.move([(session.pages, old, list(range(first, first + len(old))))])
-        session.cached += len(expanded_path)
-        session.tokens.extend(tokens)
-        if anchor is None or session.pending:  # the anchor is new to the cache: nothing hangs below it
-            index = None
-            session.plant_anchor()
-            session.drawn = {}
-        else:
-            places = session.slot[below]
-            below_anchor, index = tt.reroot(session.tree, anchor)
-            session.plant(below_anchor, index[below], session.seen[np.ix_(places, places)])
-            session.drawn = {int(index[n]): q for n, q in session.drawn.items() if index[n] >= 0}
-        session.numbering.restart(index)
+            self._topology.observe(_ranks_taken(session, walked, on_tree=len(walked) == len(tokens)))
+        return walked
 
     # --- growth ---
 
     def wants_work(self) -> bool:
         return any(self._busy(s) for s in self._sessions.values())
 
-    def _busy(self, session: _Session) -> bool:
+    def _busy(self, session: LmSession) -> bool:
         if not session.budget:
             return False
         if not session.complete:
@@ -264,10 +293,10 @@ class LmDrafter:
                 out.append((key, self._pack(session, key[1])))
         return out
 
-    def _is_done(self, session: _Session) -> bool:
+    def _is_done(self, session: LmSession) -> bool:
         return session.given_up or not (session.pending or self._frontier(session))
 
-    def _pack(self, session: _Session, handle: int) -> SessionGrowth:
+    def _pack(self, session: LmSession, handle: int) -> SessionGrowth:
         nodes = self._topology.chosen(self._view(session)).tolist()
         fresh = [node for node in nodes if session.numbering.ids[node] < 0]
         growth = session.numbering.growth(session.tree, nodes, session.epoch, handle, complete=True)
@@ -276,20 +305,20 @@ class LmDrafter:
         parents = dict.fromkeys(session.tree.parent[fresh].tolist())
         return replace(growth, drawn={int(session.numbering.ids[p]): session.drawn[p] for p in parents})
 
-    def _frontier(self, session: _Session) -> list[int]:
+    def _frontier(self, session: LmSession) -> list[int]:
         """Nodes to expand now, best first: the topology's, and once the round is complete the likeliest."""
         if session.frontier is None:
             session.frontier = [] if session.pending else self._next(session)
         return session.frontier
 
-    def _next(self, session: _Session) -> list[int]:
+    def _next(self, session: LmSession) -> list[int]:
         view = self._view(session)
         ahead = session.complete
         nodes = self._ahead.likeliest(view, 2 * view.budget) if ahead else self._topology.frontier(view)
         chosen: list[int] = nodes[: MOST_TAIL_TOKENS - session.tail].tolist()
         return chosen
 
-    def _view(self, session: _Session) -> View:
+    def _view(self, session: LmSession) -> View:
         unexpanded = session.slot == UNEXPANDED
         unexpanded[0] = False
         budget = min(session.budget, session.start.max_nodes)
@@ -298,11 +327,11 @@ class LmDrafter:
             session.tree, session.reach, session.depth, unexpanded, budget, room, session.levels, session.step_ms
         )
 
-    def _context_room(self, session: _Session) -> int:
+    def _context_room(self, session: LmSession) -> int:
         limit = min(self._runtime.max_context_tokens, session.start.max_context_tokens)
-        return limit - len(session.tokens)
+        return limit - session.length
 
-    def _expand(self, sessions: list[_Session]) -> None:
+    def _expand(self, sessions: list[LmSession]) -> None:
         parts, jobs, left = [], [], self._settings.max_step_tokens
         for session in sessions:
             rows = self._rows(session, left)
@@ -312,15 +341,15 @@ class LmDrafter:
                 left -= len(rows.token)
         if not parts:
             return
-        logits = self._runtime.forward([self._in_own_tokens(part) for part in parts])
-        parents = [_parents(session, part) for session, part in zip(jobs, parts, strict=True)]
+        logits = self._forward(jobs, parts)
+        parents = [wanted_nodes(session, part) for session, part in zip(jobs, parts, strict=True)]
         children = self._children(logits, jobs, parents)
         for session, part, above, below in zip(jobs, parts, parents, children, strict=True):
             if session.pending:
                 session.cached += len(part.token)
             self._grow(session, above, below)
 
-    def _children(self, logits: Tensor, jobs: list[_Session], parents: list[list[int]]) -> list[Children]:
+    def _children(self, logits: Tensor, jobs: list[LmSession], parents: list[list[int]]) -> list[Children]:
         """Tokens and scores [parents][width] proposed below each session's parents; one call a rule, not a session."""
         pieces = torch.split(logits, [len(p) for p in parents])
         groups: dict[tuple[SamplingParams, int], list[int]] = {}
@@ -335,7 +364,7 @@ class LmDrafter:
         ]
         for (rule, size), members in groups.items():
             rows = logits if len(members) == len(jobs) else torch.cat([pieces[k] for k in members])
-            positions = [int(d) + len(jobs[k].tokens) for k in members for d in jobs[k].depth[parents[k]]]
+            positions = [int(d) + jobs[k].length for k in members for d in jobs[k].depth[parents[k]]]
             if positions:
                 found = draft_children(
                     rows, rule, positions, self._noise, self._topology.width,
@@ -348,7 +377,7 @@ class LmDrafter:
                     out[k] = (token, score, [])
         return out
 
-    def _sample(self, session: _Session, logits: Tensor) -> Children:
+    def _sample(self, session: LmSession, logits: Tensor) -> Children:
         """Children for the rejection rule; their scores are those of their ranks, so that a cut is one by structure."""
         settings, size = self._settings, self._own_size(session.start.vocab_size)
         q = SamplingParams(session.start.sampling.temperature, min(settings.q_top_k, size), settings.q_top_p)
@@ -364,13 +393,10 @@ class LmDrafter:
         size = min(self._token_count, target_size)
         return self._reduced.count_below(size) if self._reduced else size
 
-    def _in_own_tokens(self, part: Rows) -> Rows:
-        return replace(part, token=self._reduced.to_draft(part.token)) if self._reduced else part
-
     def _in_target_tokens(self, tokens: np.ndarray) -> np.ndarray:
         return self._reduced.to_target(tokens) if self._reduced else tokens
 
-    def _rows(self, session: _Session, most: int) -> Rows | None:
+    def _rows(self, session: LmSession, most: int) -> Rows | None:
         """The session's rows of the next forward: committed tokens it lacks, else its frontier. None: nothing now."""
         if most <= 0:
             return None
@@ -378,15 +404,21 @@ class LmDrafter:
             session.given_up = True
             return None
         if session.pending:
-            return _catch_up(session, most)
+            return self._catch_up(session, most)
         nodes = sorted(self._frontier(session)[:most])
         if not nodes:
             return None
         session.levels += 1
         session.place(nodes)
-        return _level(session, nodes)
+        return self._level(session, nodes)
 
-    def _room_for(self, session: _Session, rows: int) -> bool:
+    def _catch_up(self, session: LmSession, most: int) -> Rows:
+        return catch_up_rows(session, min(session.pending, most))
+
+    def _level(self, session: LmSession, nodes: list[int]) -> Rows:
+        return level_rows(session, nodes)
+
+    def _room_for(self, session: LmSession, rows: int) -> bool:
         """True if the context has room for more and pages for ``rows`` more tokens are held, or can be had."""
         if session.outgrown:
             return False
@@ -398,7 +430,7 @@ class LmDrafter:
             return False
         return True
 
-    def _grow(self, session: _Session, parents: list[int], children: Children) -> None:
+    def _grow(self, session: LmSession, parents: list[int], children: Children) -> None:
         """Adds the proposed children.
 
         Unlikely ones are kept too: once their parent has become the anchor they are likely enough.
@@ -411,7 +443,60 @@ class LmDrafter:
         session.frontier = None
 
 
-def _parents(session: _Session, part: Rows) -> list[int]:
+class LmDrafter(LevelDrafter):
+    """Drafts with a causal LM over its own paged KV cache."""
+
+    kind = "lm"
+    rules: tuple[Rule, ...] = (Rule.REJECTION,)
+
+    def __init__(
+        self,
+        runtime: ModelRuntime,
+        settings: DraftSettings,
+        model: str,
+        vocabulary: Vocabulary,
+        topology: Topology | None = None,
+        random: np.random.Generator | None = None,
+    ) -> None:
+        """See ``LevelDrafter``."""
+        super().__init__(runtime, settings, model, vocabulary, topology, random)
+        self._model_runtime = runtime
+
+    def _begin(self, start: SessionStart) -> LmSession:
+        return LmSession(start, list(start.tokens), start.epoch, start.budget)
+
+    def _follow(self, session: LmSession, tokens: tuple[int, ...]) -> None:
+        """Walks the tree along the committed tokens, moves what is kept to its new slots and re-roots."""
+        walked = self._observe(session, tokens)
+        on_tree = len(walked) == len(tokens)
+        anchor = walked[-1] if on_tree else None
+        expanded_path = [n for n in walked if session.slot[n] != UNEXPANDED] if session.pending == 0 else []
+        below = _kept_below(session, anchor) if anchor is not None else np.zeros(0, np.int64)
+        first = session.cached
+        old = [first + place for place in session.slot[[*expanded_path, *below]].tolist()]
+        if old:
+            self._model_runtime.move([(session.pages, old, list(range(first, first + len(old))))])
+        session.cached += len(expanded_path)
+        session.tokens.extend(tokens)
+        if anchor is None or session.pending:  # the anchor is new to the cache: nothing hangs below it
+            index = None
+            session.plant_anchor()
+            session.drawn = {}
+        else:
+            places = session.slot[below]
+            below_anchor, index = tt.reroot(session.tree, anchor)
+            session.plant(below_anchor, index[below], session.seen[np.ix_(places, places)])
+            session.drawn = {int(index[n]): q for n, q in session.drawn.items() if index[n] >= 0}
+        session.numbering.restart(index)
+
+    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Tensor:
+        return self._runtime.forward([self._in_own_tokens(part) for part in parts])
+
+    def _in_own_tokens(self, part: Rows) -> Rows:
+        return replace(part, token=self._reduced.to_draft(part.token)) if self._reduced else part
+
+
+def wanted_nodes(session: LmSession, part: Rows) -> list[int]:
     """Nodes whose logits the forward of ``part`` yields, in row order."""
     if session.pending:
         return [0] if part.logits_from < len(part.token) else []
@@ -419,14 +504,14 @@ def _parents(session: _Session, part: Rows) -> list[int]:
     return newest
 
 
-def _ranks_taken(session: _Session, walked: list[int], *, on_tree: bool) -> list[int]:
+def _ranks_taken(session: LmSession, walked: list[int], *, on_tree: bool) -> list[int]:
     """Ranks of the walked nodes; then -1 if the text left the tree at a node that had children."""
     ranks = tt.ranks(session.tree)[walked].tolist()
     last = walked[-1] if walked else 0
     return ranks if on_tree or not (session.tree.parent == last).any() else [*ranks, -1]
 
 
-def _kept_below(session: _Session, anchor: int) -> np.ndarray:
+def _kept_below(session: LmSession, anchor: int) -> np.ndarray:
     """Expanded nodes strictly below ``anchor``, in slot order."""
     place = session.slot[anchor]
     if place == UNEXPANDED:
@@ -436,16 +521,15 @@ def _kept_below(session: _Session, anchor: int) -> np.ndarray:
     return below
 
 
-def _catch_up(session: _Session, most: int) -> Rows:
-    """Committed tokens that the cache lacks, as a chain; the last one's logits are the anchor's."""
-    count = min(session.pending, most)
+def catch_up_rows(session: LmSession, count: int) -> Rows:
+    """The next committed tokens that the cache lacks, as a chain; the last one's logits are the anchor's."""
     at = np.arange(session.cached, session.cached + count, dtype=np.int32)
     token = np.array(session.tokens[session.cached : session.cached + count], np.int32)
     last = count == session.pending
     return Rows(session.pages, session.cached, token, at, np.tri(count, dtype=np.bool_), count - 1 if last else count)
 
 
-def _level(session: _Session, nodes: list[int]) -> Rows:
+def level_rows(session: LmSession, nodes: list[int]) -> Rows:
     """The frontier as query rows over prefix and tail; each sees its expanded ancestors and itself."""
     position = (len(session.tokens) - 1 + session.depth[session.expanded]).astype(np.int32)
     return Rows(session.pages, session.cached, session.tree.token[nodes], position, session.seen[-len(nodes) :])

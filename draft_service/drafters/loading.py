@@ -1,17 +1,22 @@
-"""Loads a language model to draft with."""
+"""Loads a language model, or a head on the target's features, to draft with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from draft_service.drafters.bridged import BridgedDrafter
+from draft_service.drafters.eagle import EagleDrafter
 from draft_service.drafters.lm import LmDrafter
 from draftwood.config import DraftSettings
+from draftwood.errors import FailedPrecondition
 from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
+from draftwood.runtime.head_runtime import HeadRuntime, TargetTables, feature_request
+from draftwood.runtime.heads import EagleHead, TargetShape
+from draftwood.runtime.heads_checkpoint import load_heads
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
-from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.runtime.spelling import Speller, pair_specials
 from draftwood.runtime.text import TextCodec
 
@@ -27,8 +32,8 @@ def load_lm_drafter(settings: DraftSettings) -> LmDrafter:
     model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
     runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
     runtime.capture()
-    reduced = ReducedVocabulary.of(model.config)
-    vocabulary = TextCodec(tokenizer).vocabulary(reduced.target_size if reduced else runtime.vocab_size)
+    size = runtime.reduced.target_size if runtime.reduced else runtime.vocab_size
+    vocabulary = TextCodec(tokenizer).vocabulary(size)
     drafter = LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
     drafter.warm_up()
     return drafter
@@ -48,3 +53,26 @@ def load_bridged_drafter(settings: DraftSettings) -> BridgedDrafter:
 def _draft_tokenizer(settings: DraftSettings) -> str | Path:
     """Where it is."""
     return settings.tokenizer or (demo_target() if settings.model == DEMO else settings.model)
+
+
+def load_eagle_drafter(settings: DraftSettings) -> EagleDrafter:
+    """The drafter, warm; raises NotFound MODEL_UNKNOWN if there is no such head or target, FailedPrecondition
+    MODEL_UNSUPPORTED for a head that cannot be used or does not fit its target.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    path = str(demo_target() if settings.target == DEMO else settings.target)
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    shape = TargetShape.of(AutoConfig.from_pretrained(path))
+    head = load_heads(settings.model, shape, device, dtype)
+    if not isinstance(head, EagleHead):
+        message = f"{settings.model!r} has Medusa heads, kind eagle needs a layer of EAGLE"
+        raise FailedPrecondition("MODEL_UNSUPPORTED", message)
+    request = feature_request(head.taps, shape.hidden_size, settings.target_name)
+    tables = TargetTables.load(path, device, dtype)
+    runtime = HeadRuntime(head, tables, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+    vocabulary = TextCodec(settings.tokenizer or path).vocabulary(shape.vocab_size)
+    drafter = EagleDrafter(runtime, settings, Path(settings.model).name, vocabulary, request)
+    drafter.warm_up()
+    return drafter

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
 from draftwood import tree as tt
 from draftwood.config import DraftSettings
+from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
@@ -59,6 +60,7 @@ class LookupDrafter(ABC, Generic[S]):
     model = ""
     vocabulary: Vocabulary | None = None
     rules: tuple[Rule, ...] = ()
+    features: FeatureRequest | None = None
 
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings
@@ -91,6 +93,10 @@ class LookupDrafter(ABC, Generic[S]):
         session.tokens.extend(committed.tokens)
         session.epoch, session.budget, session.due = committed.epoch, committed.budget, True
         session.numbering.restart(None)
+
+    def feed(self, key: Key, first: int, features: Features) -> None:
+        """See ``Drafter``."""
+        raise AssertionError("no features have been asked for")
 
     def close(self, key: Key) -> None:
         session = self._sessions.pop(key, None)

@@ -15,6 +15,8 @@ import numpy as np
 
 from draft_service.drafter import Drafter, Key, Numbering, SessionCommitted, SessionStart
 from draftwood import tree as tt
+from draftwood.errors import InvalidArgument
+from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule
 from draftwood.tree import GONE, TokenTree
 from draftwood.vocabulary import Vocabulary, check
@@ -56,7 +58,9 @@ class MergedDrafter:
     kind = "merged"
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
-        """Raises FailedPrecondition TOKENIZER_MISMATCH if the parts' tokens differ."""
+        """Raises FailedPrecondition TOKENIZER_MISMATCH if the parts' tokens differ, and InvalidArgument CONFIG if they
+        ask for different features.
+        """
         self._parts = parts
         self.model = "+".join(part.model or part.kind for part in parts)
         known = sorted((p.vocabulary for p in parts if p.vocabulary is not None), key=lambda v: v.vocab_size)
@@ -65,6 +69,11 @@ class MergedDrafter:
             check(larger, smaller.fingerprint())
         self.vocabulary: Vocabulary | None = known[0] if known else None
         self.rules: tuple[Rule, ...] = tuple({rule: None for part in parts for rule in part.rules})
+        asked = list(dict.fromkeys(part.features for part in parts if part.features))
+        if len(asked) > 1:
+            message = f"parts that work on different features of the target cannot be merged: {asked[0]}, {asked[1]}"
+            raise InvalidArgument("CONFIG", message, field="parts")
+        self.features: FeatureRequest | None = asked[0] if asked else None
         self._sessions: dict[Key, _Session] = {}
 
     def open(self, key: Key, start: SessionStart) -> None:
@@ -104,6 +113,12 @@ class MergedDrafter:
             ids.clear()
             ids.update((i, node) for i, node in moved.items() if node > 0)
         session.numbering.restart(index)
+
+    def feed(self, key: Key, first: int, features: Features) -> None:
+        session = self._sessions.get(key)
+        for k in session.places if session else ():
+            if self._parts[k].features:
+                self._parts[k].feed(key, first, features)
 
     def close(self, key: Key) -> None:
         if self._sessions.pop(key, None):

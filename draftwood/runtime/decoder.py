@@ -25,6 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from draftwood.features import FINAL
 from draftwood.kernels.fused import Heads, add_rms_norm, rotate_and_write, rotation_table, swiglu
 from draftwood.kernels.linear import MOST_ROWS, Normed, linear, linear_add, linear_swiglu, plan_linear
 from draftwood.kernels.tree_attention import AttentionBatch, tree_attention
@@ -38,12 +39,34 @@ class Decoder(Protocol):
     row_multiple: int
     """Numbers of rows between its multiples cost more than the next multiple."""
 
-    def __call__(self, input_ids: Tensor, batch: AttentionBatch, cache: Tensor, logits_rows: Tensor) -> Tensor:
-        """Logits [len(logits_rows), vocab_size] of some rows; keys and values of all rows go into the cache.
+    def __call__(
+        self,
+        input_ids: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        logits_rows: Tensor,
+        features: FeatureStore | None = None,
+    ) -> Tensor:
+        """Logits [len(logits_rows), vocab_size] of some rows; keys and values of all rows go into the cache, and
+        their features into the store, if there is one.
 
         input_ids int64 [rows]; cache [layers, 2, pages, kv_heads, PAGE, head_dim]; logits_rows int64 [wanted].
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureStore:
+    """Features (``draftwood.features``) of the tokens in a paged cache: each lies where its key and value do."""
+
+    layers: tuple[int, ...]
+    planes: Tensor  # bfloat16 [layers, pages, PAGE, hidden_size]
+
+    def write(self, layer: int, hidden: Tensor, batch: AttentionBatch) -> None:
+        """Keeps the hidden states [rows, hidden_size] of a forward's rows, if the layer is one of ours."""
+        if layer in self.layers:
+            plane = self.planes[self.layers.index(layer)]
+            plane[batch.page_id, batch.page_offset] = hidden.to(plane.dtype)
 
 
 def make_decoder(model: PreTrainedModel, max_positions: int) -> Decoder:
@@ -156,31 +179,51 @@ class FusedDecoder:
         elif model.device.type == "cuda":
             torch.cuda.empty_cache()  # the parts left holes that the wholes did not fit
 
-    def __call__(self, input_ids: Tensor, batch: AttentionBatch, cache: Tensor, logits_rows: Tensor) -> Tensor:
+    def __call__(
+        self,
+        input_ids: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        logits_rows: Tensor,
+        features: FeatureStore | None = None,
+    ) -> Tensor:
         heads = Heads(self._query_heads, self._kv_heads, self._table, batch.position, batch.page_id, batch.page_offset)
         hidden = self._embedding[input_ids]
         run = self._run_folded if self._folds and len(input_ids) <= MOST_ROWS else self._run
-        delta = run(hidden, batch, heads, cache)
-        return self._head(add_rms_norm(hidden, delta, self._norm, self._eps, logits_rows))
+        delta = run(hidden, batch, heads, cache, features)
+        if features is None or FINAL not in features.layers:
+            return self._head(add_rms_norm(hidden, delta, self._norm, self._eps, logits_rows))
+        normed = add_rms_norm(hidden, delta, self._norm, self._eps)
+        features.write(FINAL, normed, batch)
+        return self._head(normed.index_select(0, logits_rows))
 
-    def _run(self, hidden: Tensor, batch: AttentionBatch, heads: Heads, cache: Tensor) -> Tensor | None:
+    def _run(
+        self, hidden: Tensor, batch: AttentionBatch, heads: Heads, cache: Tensor, features: FeatureStore | None
+    ) -> Tensor | None:
         """All layers; ``hidden`` becomes what the last one adds its result to, and the result is returned."""
         delta: Tensor | None = None
-        for layer, plane in zip(self._layers, cache.unbind(0), strict=True):
+        for below, (layer, plane) in enumerate(zip(self._layers, cache.unbind(0), strict=True)):
             normed = add_rms_norm(hidden, delta, layer.input_norm, self._eps)
+            if features and below:
+                features.write(below, hidden, batch)
             seen = self._attend(layer.qkv(normed), layer, plane, batch, heads)
             normed = add_rms_norm(hidden, layer.out(seen), layer.mlp_norm, self._eps)
             delta = layer.down(swiglu(layer.gate_up(normed)))
         return delta
 
-    def _run_folded(self, hidden: Tensor, batch: AttentionBatch, heads: Heads, cache: Tensor) -> None:
+    def _run_folded(
+        self, hidden: Tensor, batch: AttentionBatch, heads: Heads, cache: Tensor, features: FeatureStore | None
+    ) -> None:
         """All layers, for a few rows: norms, sums and activations are part of the products."""
         x = Normed(add_rms_norm(hidden, None, self._layers[0].input_norm, self._eps), None, self._eps)
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
-        for layer, plane, next_norm in zip(self._layers, cache.unbind(0), next_norms, strict=True):
+        planes = cache.unbind(0)
+        for done, (layer, plane, next_norm) in enumerate(zip(self._layers, planes, next_norms, strict=True), start=1):
             seen = self._attend(linear(x, layer.qkv.weight, layer.qkv.bias), layer, plane, batch, heads)
             x = linear_add(seen, layer.out.weight, hidden, layer.mlp_norm, self._eps)
             x = linear_add(linear_swiglu(x, layer.gate_up.weight), layer.down.weight, hidden, next_norm, self._eps)
+            if features and done < len(self._layers):
+                features.write(done, hidden, batch)
 
     def _attend(self, qkv: Tensor, layer: _Layer, plane: Tensor, batch: AttentionBatch, heads: Heads) -> Tensor:
         query = rotate_and_write(qkv, plane, heads, layer.head_norm, self._eps)
@@ -277,7 +320,14 @@ class HfDecoder:
         self.layers_seen: list[int] = []
         """Layers that reached our attention in the last forward, in order."""
 
-    def __call__(self, input_ids: Tensor, batch: AttentionBatch, cache: Tensor, logits_rows: Tensor) -> Tensor:
+    def __call__(
+        self,
+        input_ids: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        logits_rows: Tensor,
+        features: FeatureStore | None = None,
+    ) -> Tensor:
         step = _Step(cache, batch)
         self.layers_seen = step.layers_seen
         out = self._model(
@@ -285,7 +335,11 @@ class HfDecoder:
             position_ids=batch.position[None].long(),
             use_cache=False,
             logits_to_keep=logits_rows,
+            output_hidden_states=features is not None,
             draftwood_step=step,
         )
+        if features:
+            for layer in features.layers:
+                features.write(layer, out.hidden_states[-1 if layer == FINAL else layer][0], batch)
         logits: Tensor = out.logits[0]
         return logits

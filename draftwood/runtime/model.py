@@ -16,14 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftwood.errors import FailedPrecondition, NotFound
+from draftwood.errors import FailedPrecondition, InvalidArgument, NotFound
+from draftwood.features import FINAL, Features
 from draftwood.kernels.commit import commit_kv
 from draftwood.kernels.sampling import choose_tokens
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Forward, Padding, Ragged, Rows, assemble
-from draftwood.runtime.decoder import ATTENTION, HfDecoder, make_decoder
+from draftwood.runtime.decoder import ATTENTION, FeatureStore, HfDecoder, make_decoder
 from draftwood.runtime.graphs import COMMON, Computed, StepGraphs
 from draftwood.runtime.pages import PagePool
+from draftwood.runtime.reduced import ReducedVocabulary
 
 
 def resolve_device(name: str) -> torch.device:
@@ -84,8 +86,13 @@ class ModelRuntime:
         page_tokens: int,
         longest_tokens: int | None = None,
         graphs: bool = True,
+        features: Sequence[int] = (),
     ) -> None:
-        """Sequences of more than ``longest_tokens`` (None: whatever fits the cache) are computed without graphs."""
+        """Sequences of more than ``longest_tokens`` (None: whatever fits the cache) are computed without graphs.
+
+        ``features`` are the layers whose hidden states are kept (``draftwood.features``). Raises FailedPrecondition
+        MODEL_UNSUPPORTED for a model that cannot be served, InvalidArgument CONFIG for a layer that it has not.
+        """
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -96,6 +103,7 @@ class ModelRuntime:
         self.vocab_size = int(config.vocab_size)
         self.max_context_tokens = int(getattr(config, "max_position_embeddings", 1 << 30))
         self.layers = int(config.num_hidden_layers)
+        self.reduced = ReducedVocabulary.of(model.config)
         on_cpu = self.device.type == "cpu"
         self.pool = PagePool(kv_pages, page_tokens, prefer_runs=on_cpu)
         # One page more than the pool hands out: padding rows write there.
@@ -104,6 +112,8 @@ class ModelRuntime:
             shape = (*shape[:2], kv_heads, kv_pages + 1, *shape[4:])
         cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.cache = cache.transpose(2, 3) if on_cpu else cache  # [layers, 2, pages, kv_heads, page, head_dim]
+        self.hidden_size = int(config.hidden_size)
+        self.features = self._feature_store(tuple(features))
         self.decoder = make_decoder(model, kv_pages * page_tokens)
         self.padding = Padding(self.decoder.row_multiple, kv_pages)
         self.graphs: StepGraphs | None = None
@@ -111,6 +121,15 @@ class ModelRuntime:
         if graphs and self.device.type == "cuda":
             columns = min(kv_pages, self.pool.pages_for(longest_tokens or self.max_context_tokens)) + 1
             self.graphs = StepGraphs(self._compute, self.device, columns=columns, scratch_page=kv_pages)
+
+    def _feature_store(self, layers: tuple[int, ...]) -> FeatureStore | None:
+        if not layers:
+            return None
+        if wrong := [layer for layer in layers if not FINAL <= layer < self.layers or layers.count(layer) > 1]:
+            message = f"layer {wrong[0]} of {list(layers)}: they are different ones from 0 (final) to {self.layers - 1}"
+            raise InvalidArgument("CONFIG", message, field="features")
+        shape = (len(layers), *self.cache.shape[2:3], self.pool.page_tokens, self.hidden_size)
+        return FeatureStore(layers, torch.zeros(shape, dtype=torch.bfloat16, device=self.device))
 
     def _probe(self) -> None:
         """One forward that must reach our attention once a layer; also the warm-up."""
@@ -175,7 +194,7 @@ class ModelRuntime:
         return self._compute(assemble(ragged, self.device, self.padding, rules), vocab_size)
 
     def _compute(self, forward: Forward, vocab_size: int) -> Computed:
-        logits = self.decoder(forward.input_ids, forward.attention, self.cache, forward.logits_rows)
+        logits = self.decoder(forward.input_ids, forward.attention, self.cache, forward.logits_rows, self.features)
         if not vocab_size:
             return Computed(logits)
         choice = forward.choice
@@ -183,8 +202,24 @@ class ModelRuntime:
         return Computed(logits, *choose_tokens(logits, heat, choice.seed, choice.position, vocab_size))
 
     @torch.inference_mode()
+    def read_features(self, spans: Sequence[tuple[Sequence[int], int, int]]) -> list[Features]:
+        """Features of the slots [first, end) of each (pages, first, end), of all layers kept; waits for the device."""
+        assert self.features is not None
+        slots = [np.arange(first, end) for _, first, end in spans]
+        flat = [self._flat(pages, at) for (pages, *_), at in zip(spans, slots, strict=True)]
+        index = torch.from_numpy(np.concatenate(flat)).to(self.device)
+        picked = self.features.planes.flatten(1, 2)[:, index].transpose(0, 1).contiguous()
+        whole = picked.view(torch.int16).cpu().numpy().view(np.uint16)
+        return np.split(whole, np.cumsum([len(at) for at in slots])[:-1])
+
+    def _flat(self, pages: Sequence[int], slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places in the cache of a session's slots, counted over all pages."""
+        page, offset = np.divmod(slots, self.pool.page_tokens)
+        return np.array(pages, np.int64)[page] * self.pool.page_tokens + offset
+
+    @torch.inference_mode()
     def move(self, moves: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> None:
-        """Moves keys and values between slots: one (pages, source slots, target slots) a session, all layers.
+        """Moves keys, values and features between slots: one (pages, source slots, target slots) a session, all layers.
 
         Within one session sources and targets ascend and no target is beyond its source.
         """
@@ -207,3 +242,6 @@ class ModelRuntime:
             moved = torch.from_numpy(buffer).to(self.device)
             starts_there = moved[2 * count :].view(torch.int32)[: len(starts)]
             commit_kv(self.cache, moved[:count], moved[count : 2 * count], starts_there)
+            if self.features:
+                places = self.features.planes.flatten(1, 2)
+                places[:, moved[count : count + starts[-1]]] = places[:, moved[: starts[-1]]]

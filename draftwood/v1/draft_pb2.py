@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from draftwood.v1 import tree_pb2 as draftwood_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64raftwood/v1/draft.proto\x12\x0c\x64raftwood.v1\x1a\x17\x64raftwood/v1/tree.proto\"M\n\rAttachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x18\n\x10verifier_address\x18\x03 \x01(\t\"\x10\n\x0e\x41ttachResponse\"#\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x10\n\x0e\x44\x65tachResponse\"!\n\x1f\x44raftServiceGetModelInfoRequest\"J\n DraftServiceGetModelInfoResponse\x12&\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x17.draftwood.v1.DraftInfo\"\x1e\n\x1c\x44raftServiceWatchLoadRequest\"\xab\x01\n\x1d\x44raftServiceWatchLoadResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x03 \x01(\r\x12\x15\n\rnodes_drafted\x18\x04 \x01(\x04\x12\x12\n\nidle_share\x18\x05 \x01(\x02\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x10\n\x08round_ms\x18\x07 \x01(\x02\"\xb2\x01\n\tDraftInfo\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12.\n\ttokenizer\x18\x04 \x01(\x0b\x32\x1b.draftwood.v1.TokenizerInfo\x12 \n\x04\x63\x61ps\x18\x05 \x01(\x0b\x32\x12.draftwood.v1.Caps\x12!\n\x05rules\x18\x06 \x03(\x0e\x32\x12.draftwood.v1.Rule\"V\n\rTokenizerInfo\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bspecial_ids\x18\x04 \x03(\r\"y\n\x04\x43\x61ps\x12\x11\n\tmax_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x03 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\"\xc8\x01\n\x10SpeculateRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.draftwood.v1.Hello\x12!\n\x05joins\x18\x02 \x03(\x0b\x32\x12.draftwood.v1.Join\x12$\n\x06growth\x18\x03 \x01(\x0b\x32\x14.draftwood.v1.Growth\x12#\n\x06leaves\x18\x04 \x03(\x0b\x32\x13.draftwood.v1.Leave\x12\"\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x13.draftwood.v1.Error\"I\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12&\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x17.draftwood.v1.DraftInfo\":\n\x04Join\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x0e\n\x06handle\x18\x03 \x01(\r\"\x17\n\x05Leave\x12\x0e\n\x06handle\x18\x01 \x01(\r\"\xa8\x02\n\x11SpeculateResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.draftwood.v1.Welcome\x12#\n\x06starts\x18\x02 \x03(\x0b\x32\x13.draftwood.v1.Start\x12&\n\x07\x63ommits\x18\x03 \x01(\x0b\x32\x15.draftwood.v1.Commits\x12!\n\x05stops\x18\x04 \x03(\x0b\x32\x12.draftwood.v1.Stop\x12\"\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x13.draftwood.v1.Drain\x12*\n\x06\x65rrors\x18\x06 \x03(\x0b\x32\x1a.draftwood.v1.SessionError\x12+\n\nstep_times\x18\x08 \x01(\x0b\x32\x17.draftwood.v1.StepTimes\"%\n\tStepTimes\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\n\n\x02ms\x18\x02 \x03(\x02\"\xbf\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12.\n\ttokenizer\x18\x04 \x01(\x0b\x32\x1b.draftwood.v1.TokenizerInfo\x12 \n\x04\x63\x61ps\x18\x05 \x01(\x0b\x32\x12.draftwood.v1.Caps\x12$\n\x06\x63\x61nary\x18\x06 \x01(\x0b\x32\x14.draftwood.v1.Canary\",\n\x06\x43\x61nary\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"\xa5\x01\n\x05Start\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12 \n\x04rule\x18\x05 \x01(\x0e\x32\x12.draftwood.v1.Rule\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x0e\n\x06\x62udget\x18\x07 \x01(\r\x12\x18\n\x10remaining_tokens\x18\x08 \x01(\r\"\x89\x01\n\x07\x43ommits\x12\x0e\n\x06handle\x18\x01 \x03(\r\x12\r\n\x05\x65poch\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\r\x12\r\n\x05\x63ount\x18\x05 \x03(\r\x12\x0e\n\x06\x62udget\x18\x06 \x03(\r\x12\r\n\x05token\x18\x07 \x03(\r\x12\x0f\n\x07node_id\x18\x08 \x03(\r\"\x16\n\x04Stop\x12\x0e\n\x06handle\x18\x01 \x01(\r\"\x07\n\x05\x44rain\"R\n\x0cSessionError\x12\x13\n\x06handle\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.draftwood.v1.ErrorB\t\n\x07_handle*j\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x15\n\x11RULE_SHARED_NOISE\x10\x02\x12\x12\n\x0eRULE_REJECTION\x10\x03\x12\x10\n\x0cRULE_TYPICAL\x10\x04\x32\xef\x02\n\x0c\x44raftService\x12\x43\n\x06\x41ttach\x12\x1b.draftwood.v1.AttachRequest\x1a\x1c.draftwood.v1.AttachResponse\x12\x43\n\x06\x44\x65tach\x12\x1b.draftwood.v1.DetachRequest\x1a\x1c.draftwood.v1.DetachResponse\x12m\n\x0cGetModelInfo\x12-.draftwood.v1.DraftServiceGetModelInfoRequest\x1a..draftwood.v1.DraftServiceGetModelInfoResponse\x12\x66\n\tWatchLoad\x12*.draftwood.v1.DraftServiceWatchLoadRequest\x1a+.draftwood.v1.DraftServiceWatchLoadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64raftwood/v1/draft.proto\x12\x0c\x64raftwood.v1\x1a\x17\x64raftwood/v1/tree.proto\"M\n\rAttachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x18\n\x10verifier_address\x18\x03 \x01(\t\"\x10\n\x0e\x41ttachResponse\"#\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x10\n\x0e\x44\x65tachResponse\"!\n\x1f\x44raftServiceGetModelInfoRequest\"J\n DraftServiceGetModelInfoResponse\x12&\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x17.draftwood.v1.DraftInfo\"\x1e\n\x1c\x44raftServiceWatchLoadRequest\"\xab\x01\n\x1d\x44raftServiceWatchLoadResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x03 \x01(\r\x12\x15\n\rnodes_drafted\x18\x04 \x01(\x04\x12\x12\n\nidle_share\x18\x05 \x01(\x02\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x10\n\x08round_ms\x18\x07 \x01(\x02\"\xe2\x01\n\tDraftInfo\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12.\n\ttokenizer\x18\x04 \x01(\x0b\x32\x1b.draftwood.v1.TokenizerInfo\x12 \n\x04\x63\x61ps\x18\x05 \x01(\x0b\x32\x12.draftwood.v1.Caps\x12!\n\x05rules\x18\x06 \x03(\x0e\x32\x12.draftwood.v1.Rule\x12.\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0b\x32\x1c.draftwood.v1.FeatureRequest\"E\n\x0e\x46\x65\x61tureRequest\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x13\n\x0bhidden_size\x18\x02 \x01(\r\x12\x0e\n\x06target\x18\x03 \x01(\t\"V\n\rTokenizerInfo\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bspecial_ids\x18\x04 \x03(\r\"y\n\x04\x43\x61ps\x12\x11\n\tmax_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x03 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\"\xc8\x01\n\x10SpeculateRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.draftwood.v1.Hello\x12!\n\x05joins\x18\x02 \x03(\x0b\x32\x12.draftwood.v1.Join\x12$\n\x06growth\x18\x03 \x01(\x0b\x32\x14.draftwood.v1.Growth\x12#\n\x06leaves\x18\x04 \x03(\x0b\x32\x13.draftwood.v1.Leave\x12\"\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x13.draftwood.v1.Error\"I\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12&\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x17.draftwood.v1.DraftInfo\":\n\x04Join\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x0e\n\x06handle\x18\x03 \x01(\r\"\x17\n\x05Leave\x12\x0e\n\x06handle\x18\x01 \x01(\r\"\xd6\x02\n\x11SpeculateResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.draftwood.v1.Welcome\x12#\n\x06starts\x18\x02 \x03(\x0b\x32\x13.draftwood.v1.Start\x12&\n\x07\x63ommits\x18\x03 \x01(\x0b\x32\x15.draftwood.v1.Commits\x12!\n\x05stops\x18\x04 \x03(\x0b\x32\x12.draftwood.v1.Stop\x12\"\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x13.draftwood.v1.Drain\x12*\n\x06\x65rrors\x18\x06 \x03(\x0b\x32\x1a.draftwood.v1.SessionError\x12,\n\x08\x66\x65\x61tures\x18\x07 \x03(\x0b\x32\x1a.draftwood.v1.FeatureChunk\x12+\n\nstep_times\x18\x08 \x01(\x0b\x32\x17.draftwood.v1.StepTimes\"%\n\tStepTimes\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\n\n\x02ms\x18\x02 \x03(\x02\"J\n\x0c\x46\x65\x61tureChunk\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\xbf\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12.\n\ttokenizer\x18\x04 \x01(\x0b\x32\x1b.draftwood.v1.TokenizerInfo\x12 \n\x04\x63\x61ps\x18\x05 \x01(\x0b\x32\x12.draftwood.v1.Caps\x12$\n\x06\x63\x61nary\x18\x06 \x01(\x0b\x32\x14.draftwood.v1.Canary\",\n\x06\x43\x61nary\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"\xa5\x01\n\x05Start\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12 \n\x04rule\x18\x05 \x01(\x0e\x32\x12.draftwood.v1.Rule\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x0e\n\x06\x62udget\x18\x07 \x01(\r\x12\x18\n\x10remaining_tokens\x18\x08 \x01(\r\"\xb2\x01\n\x07\x43ommits\x12\x0e\n\x06handle\x18\x01 \x03(\r\x12\r\n\x05\x65poch\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\r\x12\r\n\x05\x63ount\x18\x05 \x03(\r\x12\x0e\n\x06\x62udget\x18\x06 \x03(\r\x12\r\n\x05token\x18\x07 \x03(\r\x12\x0f\n\x07node_id\x18\x08 \x03(\r\x12\x15\n\rfeature_count\x18\t \x03(\r\x12\x10\n\x08\x66\x65\x61tures\x18\n \x01(\x0c\"\x16\n\x04Stop\x12\x0e\n\x06handle\x18\x01 \x01(\r\"\x07\n\x05\x44rain\"R\n\x0cSessionError\x12\x13\n\x06handle\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.draftwood.v1.ErrorB\t\n\x07_handle*j\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x15\n\x11RULE_SHARED_NOISE\x10\x02\x12\x12\n\x0eRULE_REJECTION\x10\x03\x12\x10\n\x0cRULE_TYPICAL\x10\x04\x32\xef\x02\n\x0c\x44raftService\x12\x43\n\x06\x41ttach\x12\x1b.draftwood.v1.AttachRequest\x1a\x1c.draftwood.v1.AttachResponse\x12\x43\n\x06\x44\x65tach\x12\x1b.draftwood.v1.DetachRequest\x1a\x1c.draftwood.v1.DetachResponse\x12m\n\x0cGetModelInfo\x12-.draftwood.v1.DraftServiceGetModelInfoRequest\x1a..draftwood.v1.DraftServiceGetModelInfoResponse\x12\x66\n\tWatchLoad\x12*.draftwood.v1.DraftServiceWatchLoadRequest\x1a+.draftwood.v1.DraftServiceWatchLoadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftwood.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RULE']._serialized_start=2294
-  _globals['_RULE']._serialized_end=2400
+  _globals['_RULE']._serialized_start=2576
+  _globals['_RULE']._serialized_end=2682
   _globals['_ATTACHREQUEST']._serialized_start=67
   _globals['_ATTACHREQUEST']._serialized_end=144
   _globals['_ATTACHRESPONSE']._serialized_start=146
@@ -51,37 +51,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTSERVICEWATCHLOADRESPONSE']._serialized_start=363
   _globals['_DRAFTSERVICEWATCHLOADRESPONSE']._serialized_end=534
   _globals['_DRAFTINFO']._serialized_start=537
-  _globals['_DRAFTINFO']._serialized_end=715
-  _globals['_TOKENIZERINFO']._serialized_start=717
-  _globals['_TOKENIZERINFO']._serialized_end=803
-  _globals['_CAPS']._serialized_start=805
-  _globals['_CAPS']._serialized_end=926
-  _globals['_SPECULATEREQUEST']._serialized_start=929
-  _globals['_SPECULATEREQUEST']._serialized_end=1129
-  _globals['_HELLO']._serialized_start=1131
-  _globals['_HELLO']._serialized_end=1204
-  _globals['_JOIN']._serialized_start=1206
-  _globals['_JOIN']._serialized_end=1264
-  _globals['_LEAVE']._serialized_start=1266
-  _globals['_LEAVE']._serialized_end=1289
-  _globals['_SPECULATERESPONSE']._serialized_start=1292
-  _globals['_SPECULATERESPONSE']._serialized_end=1588
-  _globals['_STEPTIMES']._serialized_start=1590
-  _globals['_STEPTIMES']._serialized_end=1627
-  _globals['_WELCOME']._serialized_start=1630
-  _globals['_WELCOME']._serialized_end=1821
-  _globals['_CANARY']._serialized_start=1823
-  _globals['_CANARY']._serialized_end=1867
-  _globals['_START']._serialized_start=1870
-  _globals['_START']._serialized_end=2035
-  _globals['_COMMITS']._serialized_start=2038
-  _globals['_COMMITS']._serialized_end=2175
-  _globals['_STOP']._serialized_start=2177
-  _globals['_STOP']._serialized_end=2199
-  _globals['_DRAIN']._serialized_start=2201
-  _globals['_DRAIN']._serialized_end=2208
-  _globals['_SESSIONERROR']._serialized_start=2210
-  _globals['_SESSIONERROR']._serialized_end=2292
-  _globals['_DRAFTSERVICE']._serialized_start=2403
-  _globals['_DRAFTSERVICE']._serialized_end=2770
+  _globals['_DRAFTINFO']._serialized_end=763
+  _globals['_FEATUREREQUEST']._serialized_start=765
+  _globals['_FEATUREREQUEST']._serialized_end=834
+  _globals['_TOKENIZERINFO']._serialized_start=836
+  _globals['_TOKENIZERINFO']._serialized_end=922
+  _globals['_CAPS']._serialized_start=924
+  _globals['_CAPS']._serialized_end=1045
+  _globals['_SPECULATEREQUEST']._serialized_start=1048
+  _globals['_SPECULATEREQUEST']._serialized_end=1248
+  _globals['_HELLO']._serialized_start=1250
+  _globals['_HELLO']._serialized_end=1323
+  _globals['_JOIN']._serialized_start=1325
+  _globals['_JOIN']._serialized_end=1383
+  _globals['_LEAVE']._serialized_start=1385
+  _globals['_LEAVE']._serialized_end=1408
+  _globals['_SPECULATERESPONSE']._serialized_start=1411
+  _globals['_SPECULATERESPONSE']._serialized_end=1753
+  _globals['_STEPTIMES']._serialized_start=1755
+  _globals['_STEPTIMES']._serialized_end=1792
+  _globals['_FEATURECHUNK']._serialized_start=1794
+  _globals['_FEATURECHUNK']._serialized_end=1868
+  _globals['_WELCOME']._serialized_start=1871
+  _globals['_WELCOME']._serialized_end=2062
+  _globals['_CANARY']._serialized_start=2064
+  _globals['_CANARY']._serialized_end=2108
+  _globals['_START']._serialized_start=2111
+  _globals['_START']._serialized_end=2276
+  _globals['_COMMITS']._serialized_start=2279
+  _globals['_COMMITS']._serialized_end=2457
+  _globals['_STOP']._serialized_start=2459
+  _globals['_STOP']._serialized_end=2481
+  _globals['_DRAIN']._serialized_start=2483
+  _globals['_DRAIN']._serialized_end=2490
+  _globals['_SESSIONERROR']._serialized_start=2492
+  _globals['_SESSIONERROR']._serialized_end=2574
+  _globals['_DRAFTSERVICE']._serialized_start=2685
+  _globals['_DRAFTSERVICE']._serialized_end=3052
 # @@protoc_insertion_point(module_scope)

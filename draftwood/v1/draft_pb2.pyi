@@ -78,20 +78,32 @@ class DraftServiceWatchLoadResponse(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., nodes_drafted: _Optional[int] = ..., idle_share: _Optional[float] = ..., draining: _Optional[bool] = ..., round_ms: _Optional[float] = ...) -> None: ...
 
 class DraftInfo(_message.Message):
-    __slots__ = ("kind", "model", "incarnation", "tokenizer", "caps", "rules")
+    __slots__ = ("kind", "model", "incarnation", "tokenizer", "caps", "rules", "features")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     CAPS_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     model: str
     incarnation: str
     tokenizer: TokenizerInfo
     caps: Caps
     rules: _containers.RepeatedScalarFieldContainer[Rule]
-    def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., incarnation: _Optional[str] = ..., tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., caps: _Optional[_Union[Caps, _Mapping]] = ..., rules: _Optional[_Iterable[_Union[Rule, str]]] = ...) -> None: ...
+    features: FeatureRequest
+    def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., incarnation: _Optional[str] = ..., tokenizer: _Optional[_Union[TokenizerInfo, _Mapping]] = ..., caps: _Optional[_Union[Caps, _Mapping]] = ..., rules: _Optional[_Iterable[_Union[Rule, str]]] = ..., features: _Optional[_Union[FeatureRequest, _Mapping]] = ...) -> None: ...
+
+class FeatureRequest(_message.Message):
+    __slots__ = ("layers", "hidden_size", "target")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    hidden_size: int
+    target: str
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., target: _Optional[str] = ...) -> None: ...
 
 class TokenizerInfo(_message.Message):
     __slots__ = ("size", "sha256", "vocab_size", "special_ids")
@@ -158,13 +170,14 @@ class Leave(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
-    __slots__ = ("welcome", "starts", "commits", "stops", "drain", "errors", "step_times")
+    __slots__ = ("welcome", "starts", "commits", "stops", "drain", "errors", "features", "step_times")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     starts: _containers.RepeatedCompositeFieldContainer[Start]
@@ -172,8 +185,9 @@ class SpeculateResponse(_message.Message):
     stops: _containers.RepeatedCompositeFieldContainer[Stop]
     drain: Drain
     errors: _containers.RepeatedCompositeFieldContainer[SessionError]
+    features: _containers.RepeatedCompositeFieldContainer[FeatureChunk]
     step_times: StepTimes
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[FeatureChunk, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ...) -> None: ...
 
 class StepTimes(_message.Message):
     __slots__ = ("rows", "ms")
@@ -182,6 +196,18 @@ class StepTimes(_message.Message):
     rows: _containers.RepeatedScalarFieldContainer[int]
     ms: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., ms: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class FeatureChunk(_message.Message):
+    __slots__ = ("handle", "first", "count", "data")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    first: int
+    count: int
+    data: bytes
+    def __init__(self, handle: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "model", "tokenizer", "caps", "canary")
@@ -228,7 +254,7 @@ class Start(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., temperature: _Optional[float] = ..., budget: _Optional[int] = ..., remaining_tokens: _Optional[int] = ...) -> None: ...
 
 class Commits(_message.Message):
-    __slots__ = ("handle", "epoch", "length", "accepted", "count", "budget", "token", "node_id")
+    __slots__ = ("handle", "epoch", "length", "accepted", "count", "budget", "token", "node_id", "feature_count", "features")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +263,8 @@ class Commits(_message.Message):
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     handle: _containers.RepeatedScalarFieldContainer[int]
     epoch: _containers.RepeatedScalarFieldContainer[int]
     length: _containers.RepeatedScalarFieldContainer[int]
@@ -245,7 +273,9 @@ class Commits(_message.Message):
     budget: _containers.RepeatedScalarFieldContainer[int]
     token: _containers.RepeatedScalarFieldContainer[int]
     node_id: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handle: _Optional[_Iterable[int]] = ..., epoch: _Optional[_Iterable[int]] = ..., length: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., budget: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., node_id: _Optional[_Iterable[int]] = ...) -> None: ...
+    feature_count: _containers.RepeatedScalarFieldContainer[int]
+    features: bytes
+    def __init__(self, handle: _Optional[_Iterable[int]] = ..., epoch: _Optional[_Iterable[int]] = ..., length: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., budget: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., node_id: _Optional[_Iterable[int]] = ..., feature_count: _Optional[_Iterable[int]] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("handle",)

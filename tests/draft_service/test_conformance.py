@@ -19,10 +19,13 @@ from draft_service.drafters.ngram import NgramDrafter
 from draft_service.drafters.suffix import SuffixDrafter
 from draftwood.config import DraftSettings
 from draftwood.parameters import Rule, SamplingParams
+from draftwood.runtime.head_runtime import HeadRuntime
 from draftwood.runtime.model import ModelRuntime
 from draftwood.runtime.spelling import Speller
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
+from tests.draft_service.test_eagle import features_of, make_head, make_tables, request_of
+from tests.draft_service.test_eagle import make_drafter as make_eagle
 from tests.draft_service.test_lm import CONTEXT, GREEDY, SAMPLED, VOCAB, Oracle, make_runtime
 from tests.tiny_tokenizers import few_tokens
 
@@ -36,10 +39,15 @@ LM: dict[str, dict[str, Any]] = {
     "choices": {"choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]},
     "eagle1": {"depth": 5},
 }
-METHODS = [*LM, "ngram", "suffix", "bridged", "merged", "merged_suffix"]
-SAMPLING_METHODS = [m for m in METHODS if m not in ("ngram", "suffix", "bridged")]
-LEARNING = {"sequoia", "sequoia_sized", "ngram", "suffix", "merged", "merged_suffix"}
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"kind": "eagle", "topology": "expand_rerank"},
+    "eagle3": {"kind": "eagle", "topology": "best_first"},
+}
+METHODS = [*LM, *HEADS, "ngram", "suffix", "bridged", "merged", "merged_suffix", "merged_eagle"]
+LEARNING = {"sequoia", "sequoia_sized", "ngram", "suffix", "merged", "merged_suffix", "merged_eagle"}
 """What these draw depends on what other sessions' texts have shown."""
+BY_IDS_ALONE = {"ngram", "suffix", "bridged", "merged_eagle", *HEADS}
+"""These cannot sample for the rejection rule."""
 BASE: dict[str, Any] = {
     "depth": 4, "beam": 3, "max_nodes": 25, "page_tokens": 16, "min_level_survival": 0.01,
     "ngram_min": 1, "suffix_min": 1,
@@ -59,12 +67,18 @@ def bridged(inner: Drafter) -> BridgedDrafter:
 def make(method: str, runtime: ModelRuntime, **settings: Any) -> Drafter:
     if method == "bridged":
         return bridged(make("best_first", runtime, **settings))
+    if method == "merged_eagle":
+        return MergedDrafter([make(part, runtime, **settings) for part in ("eagle", "ngram")])
     if method.startswith("merged"):
         other = make("suffix" if method == "merged_suffix" else "ngram", runtime, **settings)
         return MergedDrafter([make("best_first", runtime, **settings), other])
     if method in ("ngram", "suffix"):
         chosen = DraftSettings(**(BASE | {"kind": method} | settings))
         return NgramDrafter(chosen) if method == "ngram" else SuffixDrafter(chosen)
+    if method in HEADS:
+        head = make_head(method)
+        own = HeadRuntime(head, make_tables(), kv_pages=runtime.pool.total, page_tokens=16)
+        return make_eagle(own, request_of(head), **(BASE | HEADS[method] | settings))
     chosen = DraftSettings(**(BASE | {"topology": method} | LM[method] | settings))
     vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
     return LmDrafter(runtime, chosen, "tiny", vocabulary, random=np.random.default_rng(5))
@@ -108,11 +122,20 @@ class Follower:
             self.max_context_tokens, self.rule,
         )  # fmt: skip
         self.drafter.open(self.key, start)
+        self.feed(0)
         return self
 
+    def feed(self, first: int) -> None:
+        """What a drafter that works on the target's features is told of the text, from ``first`` on."""
+        if self.drafter.features and first < len(self.tokens) - 1:
+            layers = len(self.drafter.features.layers)
+            self.drafter.feed(self.key, first, features_of(self.tokens, first, len(self.tokens) - 1, layers))
+
     def commit(self, tokens: Sequence[int]) -> None:
+        anchor = len(self.tokens) - 1
         self.tokens += tokens
         self.epoch += 1
+        self.feed(anchor)
         self.scores, self.complete = {}, False
         self.drafter.commit(self.key, SessionCommitted(self.epoch, len(self.tokens), tuple(tokens), self.budget))
 
@@ -217,7 +240,7 @@ def test_after_a_commit_the_tree_is_one_for_the_new_text(method: str, runtime: M
         follower.commit(rest[: max(run, default=0) + 1] if step % 4 < 3 else [rest[0] ^ 1])
         if step % 4 == 3:
             text = target_text(oracle, follower.tokens, GREEDY, len(text))
-    assert within or method in ("ngram", "suffix")
+    assert within or method in BY_IDS_ALONE
     drafter.close(follower.key)
 
 
@@ -283,7 +306,7 @@ def test_the_same_calls_and_seed_give_the_same_growth(
     assert first == run() and first
 
 
-@pytest.mark.parametrize("method", SAMPLING_METHODS)
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in BY_IDS_ALONE])
 def test_under_rejection_what_is_sent_was_sampled_from_what_is_said(
     method: str, runtime: ModelRuntime, oracle: Oracle
 ) -> None:

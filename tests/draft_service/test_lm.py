@@ -177,7 +177,7 @@ def exact_scores(drafter: LmDrafter, verifier: Verifier) -> float:
     assert drafter._room_for(session, len(open_nodes))
     before = session.slot.copy(), session.expanded, session.seen
     session.place(open_nodes)
-    logits = drafter._runtime.forward([lm._level(session, open_nodes)])
+    logits = drafter._runtime.forward([lm.level_rows(session, open_nodes)])
     session.slot, session.expanded, session.seen = before
     worst = 0.0
     for row, node in zip(logits, open_nodes, strict=True):
@@ -257,7 +257,7 @@ def test_bug_1_after_any_number_of_accepted_guesses_rows_stand_where_their_token
     verifier.open()
     decoder, rows = runtime.decoder, list[tuple[int, int]]()
 
-    def noting(input_ids: torch.Tensor, batch: Any, cache: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
+    def noting(input_ids: torch.Tensor, batch: Any, cache: torch.Tensor, logits_rows: torch.Tensor, _: Any) -> Any:
         count = int(batch.row_start[-1])  # what follows is padding
         rows.extend(zip(batch.position[:count].tolist(), input_ids[:count].tolist(), strict=True))
         return decoder(input_ids, batch, cache, logits_rows)
@@ -413,7 +413,7 @@ def test_context_limit_ends_the_drawing(runtime: ModelRuntime, oracle: Oracle, l
     drafter = make_drafter(runtime)
     decoder, positions = runtime.decoder, list[int]()
 
-    def noting(input_ids: torch.Tensor, batch: Any, cache: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
+    def noting(input_ids: torch.Tensor, batch: Any, cache: torch.Tensor, logits_rows: torch.Tensor, _: Any) -> Any:
         positions.extend(batch.position.tolist())
         return decoder(input_ids, batch, cache, logits_rows)
 
@@ -548,7 +548,6 @@ def test_reduced_vocabulary_under_the_rejection_rule_samples_the_targets_tokens(
     ],
 )
 def test_reduced_vocabulary_that_cannot_be_meant_is_refused(changed: dict[str, Any], message: str) -> None:
-    runtime = make_runtime(**REDUCED | changed)
     with pytest.raises(FailedPrecondition, match=message) as caught:
-        make_drafter(runtime)
+        make_runtime(**REDUCED | changed)
     assert caught.value.reason == "MODEL_UNSUPPORTED"

@@ -100,7 +100,7 @@ def test_a_forward_that_cannot_be_captured_runs_without() -> None:
     plain, captured = (runtime(CONFIG, graphs=g) for g in (False, True))
     inner = captured.decoder
 
-    def waits(input_ids: Tensor, batch: AttentionBatch, cache: Tensor, logits_rows: Tensor) -> Tensor:
+    def waits(input_ids: Tensor, batch: AttentionBatch, cache: Tensor, logits_rows: Tensor, _: Any = None) -> Tensor:
         assert int(input_ids.max()) < VOCAB
         return inner(input_ids, batch, cache, logits_rows)
 

@@ -41,6 +41,7 @@ class Models:
     extra: Path  # as the draft, with two special tokens more, likewise
     extra_target: Path  # as the target, likewise
     short: Path  # as the draft, for short sequences only
+    deep_target: Path  # a target of six layers, of which each changes little: heads can be made for it
 
 
 def make_models(root: Path) -> Models:
@@ -61,6 +62,7 @@ def make_models(root: Path) -> Models:
         _save(root / "extra-draft", _with_loud_rows(draft, SIZE + len(EXTRA)), special),
         _save(root / "extra-target", _with_loud_rows(target, SIZE + len(EXTRA)), special),
         _save(root / "short-draft", short, tokenizer),
+        _save(root / "deep-target", _random_target(layers=6, spread=2), tokenizer),
     )
 
 
@@ -87,9 +89,9 @@ def _with_swapped_ids(tokenizer: Tokenizer, a: int, b: int) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(data))
 
 
-def _random_target() -> PreTrainedModel:
+def _random_target(layers: int = 2, spread: int = 8) -> PreTrainedModel:
     config = AutoConfig.for_model(
-        "llama", num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+        "llama", num_hidden_layers=layers, hidden_size=32, intermediate_size=48, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=SIZE, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
         eos_token_id=END_OF_TURN, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
@@ -98,7 +100,8 @@ def _random_target() -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(8)  # spread out, so that the argmax is not the same token for ever
+                parameter.mul_(spread)  # spread out, so that the argmax is not the same token for ever
+        model.model.embed_tokens.weight.mul_(8 / spread)
         model.lm_head.weight.mul_(4)  # and surer of itself, or no guess would be worth sending
     return model
 

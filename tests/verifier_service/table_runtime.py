@@ -41,6 +41,7 @@ class TableRuntime:
     def __init__(self, pages: int, page_tokens: int = 16) -> None:
         self.pool = PagePool(pages, page_tokens)
         self.device = torch.device("cpu")
+        self.features = None
         self.max_context_tokens = 4096
         self.slots = np.full((pages, page_tokens), CANARY)
         self.computed = 0  # rows

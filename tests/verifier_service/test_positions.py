@@ -78,7 +78,7 @@ def record(engine: Engine, served: Served) -> None:
     forward, decoder = runtime.forward, getattr(runtime, "decoder", None)
     given: list[tuple[list[int], list[int]]] = []
 
-    def decoding(input_ids: Tensor, batch: AttentionBatch, cache: Tensor, logits_rows: Tensor) -> Tensor:
+    def decoding(input_ids: Tensor, batch: AttentionBatch, cache: Tensor, logits_rows: Tensor, _: Any) -> Tensor:
         given.append((input_ids.tolist(), batch.position.tolist()))
         logits: Tensor = decoder(input_ids, batch, cache, logits_rows)
         return logits

@@ -235,10 +235,10 @@ def test_trials_that_fail_at_one_load_do_not_keep_drafts_off_at_another() -> Non
     at_the_lossy_load(gate, 4000)  # the next trial there is due after more than a thousand steps
     while gate.open:
         at_the_lossy_load(gate, 1)
-    for waited in range(4000):
-        if gate.open:
-            break
+    waited = 0
+    while not gate.open:
         gate.step(1.0, far)
+        waited += 1
     assert waited <= 640, "half of what has been learnt of the load next to it"
     for _ in range(400):
         gate.record(1.15, 1.0, 1.1, far)
@@ -246,8 +246,8 @@ def test_trials_that_fail_at_one_load_do_not_keep_drafts_off_at_another() -> Non
     assert gate.open
     at_the_lossy_load(gate, 30)
     assert not gate.open, "switched off there"
-    for waited in range(4000):
-        if gate.open:
-            break
+    waited = 0
+    while not gate.open:
         gate.step(1.06, far)
+        waited += 1
     assert waited <= 40, "what was lost at the other load does not make a good prediction suspect"
