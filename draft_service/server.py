@@ -15,7 +15,7 @@ from draft_service.drafters.merged import MergedDrafter
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.drafters.suffix import SuffixDrafter
 from draft_service.link import RULES, VerifierLink
-from draftwood.config import DraftSettings
+from draftwood.config import HEAD_KINDS, DraftSettings
 from draftwood.errors import ResourceExhausted, Unavailable
 from draftwood.rpc.access import server_access, tls_files
 from draftwood.rpc.channel import Dialer
@@ -218,6 +218,6 @@ def make_drafter(settings: DraftSettings) -> Drafter:
     if settings.kind == "suffix":
         return SuffixDrafter(settings)
     # Not at the top: draft workers without a model run where torch is not installed.
-    from draft_service.drafters.loading import load_eagle_drafter, load_lm_drafter
+    from draft_service.drafters.loading import load_head_drafter, load_lm_drafter
 
-    return load_eagle_drafter(settings) if settings.kind == "eagle" else load_lm_drafter(settings)
+    return load_head_drafter(settings) if settings.kind in HEAD_KINDS else load_lm_drafter(settings)

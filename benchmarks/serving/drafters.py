@@ -27,6 +27,7 @@ from draft_service.drafter import Drafter, SessionCommitted, SessionStart
 from draft_service.server import make_drafter
 from draftwood.config import DraftSettings
 from draftwood.demo import PROMPTS
+from draftwood.features import Features
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_target
 from draftwood.runtime.text import TextCodec
@@ -118,10 +119,20 @@ def measure(
     return Figures(sum(map(len, texts)) / sum(steps), by_text, 1e3 * spent_s / sum(steps))
 
 
-def follow(drafter: Drafter, key: tuple[int, int], prompt: list[int], text: list[int]) -> tuple[int, float]:
-    """Steps for one text, and the seconds that the drafter drew."""
-    start = SessionStart(0, tuple(prompt), SamplingParams(), NODES, 49152, NODES, DEPTH, 2048)
+def follow(
+    drafter: Drafter,
+    key: tuple[int, int],
+    prompt: list[int],
+    text: list[int],
+    nodes: int = NODES,
+    depth: int = DEPTH,
+    features: Features | None = None,
+) -> tuple[int, float]:
+    """Steps for one text, and the seconds that the drafter drew. ``features`` are those of prompt and text."""
+    start = SessionStart(0, tuple(prompt), SamplingParams(), nodes, 49152, nodes, depth, 2048)
     drafter.open(key, start)
+    if features is not None:
+        drafter.feed(key, 0, features[: len(prompt) - 1])
     paths: dict[int, tuple[int, ...]] = {}  # node id -> tokens from the prompt on
     done, steps, spent_s = 0, 0, 0.0
     while done < len(text):
@@ -136,7 +147,9 @@ def follow(drafter: Drafter, key: tuple[int, int], prompt: list[int], text: list
         right = [p for p in paths.values() if p == tuple(text[: len(p)])]
         end = min(len(text), max(map(len, right), default=done) + 1)
         steps += 1
-        drafter.commit(key, SessionCommitted(steps, len(prompt) + end, tuple(text[done:end]), NODES))
+        if features is not None:
+            drafter.feed(key, len(prompt) + done - 1, features[len(prompt) + done - 1 : len(prompt) + end - 1])
+        drafter.commit(key, SessionCommitted(steps, len(prompt) + end, tuple(text[done:end]), nodes))
         done = end
         paths = {i: p for i, p in paths.items() if len(p) > done and p[:done] == tuple(text[:done])}
     drafter.close(key)

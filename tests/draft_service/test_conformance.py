@@ -25,6 +25,7 @@ from draftwood.wire import SessionGrowth
 from tests.draft_service.test_eagle import features_of, make_head, make_tables, request_of
 from tests.draft_service.test_eagle import make_drafter as make_eagle
 from tests.draft_service.test_lm import CONTEXT, GREEDY, SAMPLED, VOCAB, Oracle, make_runtime
+from tests.draft_service.test_medusa import make_drafter as make_medusa
 
 LM: dict[str, dict[str, Any]] = {
     "best_first": {},
@@ -39,6 +40,8 @@ LM: dict[str, dict[str, Any]] = {
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"kind": "eagle", "topology": "expand_rerank"},
     "eagle3": {"kind": "eagle", "topology": "best_first"},
+    "medusa": {"kind": "medusa", "topology": "best_first"},
+    "medusa_choices": {"kind": "medusa"} | LM["choices"] | {"topology": "choices"},
 }
 METHODS = [*LM, *HEADS, "ngram", "suffix", "merged", "merged_suffix", "merged_eagle"]
 LEARNING = {"sequoia", "sequoia_sized", "ngram", "suffix", "merged", "merged_suffix", "merged_eagle"}
@@ -62,6 +65,8 @@ def make(method: str, runtime: ModelRuntime, **settings: Any) -> Drafter:
     if method in ("ngram", "suffix"):
         chosen = DraftSettings(**(BASE | {"kind": method} | settings))
         return NgramDrafter(chosen) if method == "ngram" else SuffixDrafter(chosen)
+    if method.startswith("medusa"):
+        return make_medusa(**(BASE | HEADS[method] | settings))
     if method in HEADS:
         head = make_head(method)
         own = HeadRuntime(head, make_tables(), kv_pages=runtime.pool.total, page_tokens=16)
