@@ -17,7 +17,7 @@ import numpy as np
 
 from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule, SamplingParams
-from draftwood.tree import TokenTree
+from draftwood.tree import GONE, TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
 
@@ -98,9 +98,9 @@ class Numbering:
     ids: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))  # [tree.size], -1: not sent
     next_id: int = 1
 
-    def extend(self, size: int) -> None:
-        """Follows a tree that has grown to ``size`` nodes."""
-        self.ids = np.concatenate([self.ids, np.full(size - len(self.ids), -1, np.int64)])
+    def extend(self, tree: TokenTree) -> None:
+        """Follows a tree that has grown."""
+        self.ids = np.concatenate([self.ids, np.full(tree.size - len(self.ids), -1, np.int64)])
 
     def restart(self, index: np.ndarray | None) -> None:
         """Follows a re-rooted tree: ``index`` says where each old node went; None: only the anchor is left."""
@@ -117,3 +117,38 @@ class Numbering:
         self.next_id += len(fresh)
         parent = self.ids[tree.parent[fresh]] if fresh else np.zeros(0, np.int64)
         return SessionGrowth(handle, epoch, first, parent, tree.token[fresh], tree.score[fresh], complete)
+
+
+@dataclass
+class RedrawnNumbering(Numbering):
+    """Of trees that are drawn anew below each anchor: a node that was sent and lives on goes by the id that it has."""
+
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent's id, token) -> id; parents come first
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Starts over below the anchor that committed tokens lead to."""
+        self.restart(None)
+        anchor = 0
+        for token in tokens:
+            anchor = self.sent.get((anchor, token), GONE)
+        before, self.sent = self.sent, {}
+        alive = {anchor: 0}
+        for (parent, token), own in before.items():
+            if parent in alive and anchor != GONE:
+                self.sent[alive[parent], token] = own
+                alive[own] = own
+
+    def extend(self, tree: TokenTree) -> None:
+        """Follows a tree that has grown; those of the new nodes that the verifier has get their ids."""
+        first = len(self.ids)
+        super().extend(tree)
+        for node in range(first, tree.size):
+            self.ids[node] = self.sent.get((int(self.ids[tree.parent[node]]), int(tree.token[node])), -1)
+
+    def growth(
+        self, tree: TokenTree, nodes: Sequence[int], epoch: int, handle: int, *, complete: bool
+    ) -> SessionGrowth:
+        growth = super().growth(tree, nodes, epoch, handle, complete=complete)
+        edges = zip(growth.parent.tolist(), growth.token.tolist(), strict=True)
+        self.sent.update((edge, growth.first_id + k) for k, edge in enumerate(edges))
+        return growth

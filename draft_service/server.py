@@ -15,7 +15,7 @@ from draft_service.drafters.merged import MergedDrafter
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.drafters.suffix import SuffixDrafter
 from draft_service.link import RULES, VerifierLink
-from draftwood.config import DraftSettings
+from draftwood.config import HEAD_KINDS, DraftSettings
 from draftwood.errors import ResourceExhausted, Unavailable
 from draftwood.rpc.access import server_access, tls_files
 from draftwood.rpc.channel import Dialer
@@ -218,8 +218,10 @@ def make_drafter(settings: DraftSettings) -> Drafter:
     if settings.kind == "suffix":
         return SuffixDrafter(settings)
     # Not at the top: draft workers without a model run where torch is not installed.
-    from draft_service.drafters.loading import load_bridged_drafter, load_eagle_drafter, load_lm_drafter
+    from draft_service.drafters.loading import load_bridged_drafter, load_head_drafter, load_lm_drafter
 
-    load: dict[str, Callable[[DraftSettings], Drafter]]
-    load = {"lm": load_lm_drafter, "bridged": load_bridged_drafter, "eagle": load_eagle_drafter}
-    return load[settings.kind](settings)
+    if settings.kind in HEAD_KINDS:
+        return load_head_drafter(settings)
+    if settings.kind == "bridged":
+        return load_bridged_drafter(settings)
+    return load_lm_drafter(settings)

@@ -37,7 +37,9 @@ OF_TOPOLOGY = {
 }
 """Settings that only some topologies have a use for."""
 MOST_CHILDREN = 64
-PART_KINDS = ("lm", "eagle", "ngram", "suffix", "bridged")
+HEAD_KINDS = ("eagle", "medusa")
+"""Kinds that work on the target's features (``draftwood.features``)."""
+PART_KINDS = ("lm", *HEAD_KINDS, "ngram", "suffix", "bridged")
 """Kinds that can be parts of kind merged."""
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
@@ -125,16 +127,16 @@ class DraftSettings(ServerSettings):
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
     traces: Traces = ""
-    kind: Literal["lm", "eagle", "ngram", "suffix", "bridged", "merged"] = Field(
+    kind: Literal["lm", "eagle", "medusa", "ngram", "suffix", "bridged", "merged"] = Field(
         "lm",
-        description="lm: small language model; eagle: layer on the target's hidden states; ngram: lookup in the text "
-        "itself; suffix: lookup in all texts written here; bridged: small language model of another tokenizer; "
-        "merged: several of them (`parts`)",
+        description="lm: small language model; eagle, medusa: heads on the target's hidden states; ngram: lookup in "
+        "the text itself; suffix: lookup in all texts written here; bridged: small language model of another "
+        "tokenizer; merged: several of them (`parts`)",
     )
     parts: Parts = []
     model: str = Field("demo", description='draft model or head: path, hub id, or "demo" (kind lm, 7.7 M parameters)')
     target: str = Field("demo", description="model that a head is made for, for its embedding and LM head: as `model`")
-    target_name: str = Field("", description="kind eagle: name of the only target to serve; empty: any of its sizes")
+    target_name: str = Field("", description="name of the only target that a head serves; empty: any of its sizes")
     tokenizer: str = Field("", description="where the draft's tokenizer is; empty: beside its model")
     target_tokenizer: str = Field(
         "", description='kind bridged: where the tokenizer of the target is: path, hub id, or "demo"'

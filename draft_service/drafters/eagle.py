@@ -9,7 +9,6 @@ ones is not kept: each round is drawn anew, and a node that the verifier has alr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.drafter import Key, SessionStart
-from draft_service.drafters.lm import Children, LevelDrafter, LmSession, catch_up_rows, level_rows, wanted_nodes
+from draft_service.drafter import Key, RedrawnNumbering, SessionStart
+from draft_service.drafters.lm import LevelDrafter, LmSession, catch_up_rows, level_rows, wanted_nodes
 from draftwood.config import DraftSettings
 from draftwood.features import FeatureRequest, Features
 from draftwood.runtime.batch import Rows
 from draftwood.runtime.head_runtime import FeatureRows, HeadRuntime
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionGrowth
 
 
 class KnownFeatures:
@@ -55,7 +53,7 @@ class KnownFeatures:
 class EagleSession(LmSession):
     known: KnownFeatures = field(default_factory=KnownFeatures)
     handed: dict[int, Tensor] = field(default_factory=dict)  # by expanded node: what its row hands down, [hidden]
-    sent: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent's id, token) -> id at the verifier
+    numbering: RedrawnNumbering = field(default_factory=RedrawnNumbering)
 
     @property
     def readable(self) -> int:
@@ -102,9 +100,8 @@ class EagleDrafter(LevelDrafter):
         self._observe(session, tokens)
         session.tokens.extend(tokens)
         session.plant_anchor()
-        session.numbering.restart(None)
+        session.numbering.follow(tokens)
         session.handed = {}
-        session.sent = _below(session.sent, tokens)
 
     # --- growth ---
 
@@ -130,38 +127,8 @@ class EagleDrafter(LevelDrafter):
             cast(EagleSession, session).handed[node] = handed
         return logits
 
-    def _grow(self, session: LmSession, parents: list[int], children: Children) -> None:
-        """Adds the proposed children; those that the verifier has get their ids at once."""
-        assert isinstance(session, EagleSession)
-        first = session.tree.size
-        super()._grow(session, parents, children)
-        ids, tree = session.numbering.ids, session.tree
-        for node in range(first, tree.size):
-            ids[node] = session.sent.get((int(ids[tree.parent[node]]), int(tree.token[node])), -1)
-
-    def _pack(self, session: LmSession, handle: int) -> SessionGrowth:
-        assert isinstance(session, EagleSession)
-        growth = super()._pack(session, handle)
-        columns = zip(growth.parent.tolist(), growth.token.tolist(), strict=True)
-        session.sent.update((edge, growth.first_id + k) for k, edge in enumerate(columns))
-        return growth
-
 
 def _with_states(rows: Rows, states: Tensor) -> FeatureRows:
     return FeatureRows(
         rows.pages, rows.context, rows.token, rows.tail_position, rows.visible, rows.logits_from, states=states
     )
-
-
-def _below(sent: dict[tuple[int, int], int], tokens: Sequence[int]) -> dict[tuple[int, int], int]:
-    """What has been sent below the anchor that ``tokens`` lead to."""
-    anchor = 0
-    for token in tokens:
-        anchor = sent.get((anchor, token), -1)
-    kept: dict[tuple[int, int], int] = {}
-    alive = {anchor: 0} if anchor > 0 else {}
-    for (parent, token), own in sent.items():  # parents come before their children
-        if parent in alive:
-            kept[alive[parent], token] = own
-            alive[own] = own
-    return kept

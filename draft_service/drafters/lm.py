@@ -114,7 +114,7 @@ class LmSession:
         self.reach = np.concatenate([self.reach, self.reach[parent] + score])
         self.depth = np.concatenate([self.depth, self.depth[parent] + 1])
         self.slot = np.concatenate([self.slot, np.full(len(parent), UNEXPANDED, np.int64)])
-        self.numbering.extend(self.tree.size)
+        self.numbering.extend(self.tree)
 
     def place(self, nodes: list[int]) -> None:
         """Gives nodes the next places in the tail: each sees what its parent sees, and itself."""

@@ -10,11 +10,12 @@ from transformers import AutoConfig
 from draft_service.drafters.bridged import BridgedDrafter
 from draft_service.drafters.eagle import EagleDrafter
 from draft_service.drafters.lm import LmDrafter
+from draft_service.drafters.medusa import MedusaDrafter
 from draftwood.config import DraftSettings
 from draftwood.errors import FailedPrecondition
 from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
-from draftwood.runtime.head_runtime import HeadRuntime, TargetTables, feature_request
-from draftwood.runtime.heads import EagleHead, TargetShape
+from draftwood.runtime.head_runtime import HeadRuntime, MedusaRuntime, TargetTables, feature_request
+from draftwood.runtime.heads import MedusaHeads, TargetShape
 from draftwood.runtime.heads_checkpoint import load_heads
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
 from draftwood.runtime.spelling import Speller, pair_specials
@@ -55,9 +56,9 @@ def _draft_tokenizer(settings: DraftSettings) -> str | Path:
     return settings.tokenizer or (demo_target() if settings.model == DEMO else settings.model)
 
 
-def load_eagle_drafter(settings: DraftSettings) -> EagleDrafter:
-    """The drafter, warm; raises NotFound MODEL_UNKNOWN if there is no such head or target, FailedPrecondition
-    MODEL_UNSUPPORTED for a head that cannot be used or does not fit its target.
+def load_head_drafter(settings: DraftSettings) -> EagleDrafter | MedusaDrafter:
+    """The drafter, warm; raises NotFound MODEL_UNKNOWN if there are no such heads or no such target, FailedPrecondition
+    MODEL_UNSUPPORTED for heads that cannot be used, do not fit their target or are of another kind.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -65,14 +66,17 @@ def load_eagle_drafter(settings: DraftSettings) -> EagleDrafter:
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     shape = TargetShape.of(AutoConfig.from_pretrained(path))
-    head = load_heads(settings.model, shape, device, dtype)
-    if not isinstance(head, EagleHead):
-        message = f"{settings.model!r} has Medusa heads, kind eagle needs a layer of EAGLE"
-        raise FailedPrecondition("MODEL_UNSUPPORTED", message)
-    request = feature_request(head.taps, shape.hidden_size, settings.target_name)
+    heads = load_heads(settings.model, shape, device, dtype)
+    if isinstance(heads, MedusaHeads) != (settings.kind == "medusa"):
+        found = "Medusa heads" if isinstance(heads, MedusaHeads) else "a layer of EAGLE"
+        raise FailedPrecondition("MODEL_UNSUPPORTED", f"{settings.model!r} has {found}, the kind is {settings.kind}")
+    request = feature_request(heads.taps, shape.hidden_size, settings.target_name)
     tables = TargetTables.load(path, device, dtype)
-    runtime = HeadRuntime(head, tables, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
     vocabulary = TextCodec(settings.tokenizer or path).vocabulary(shape.vocab_size)
-    drafter = EagleDrafter(runtime, settings, Path(settings.model).name, vocabulary, request)
+    name = Path(settings.model).name
+    if isinstance(heads, MedusaHeads):
+        return MedusaDrafter(MedusaRuntime(heads, tables), settings, name, vocabulary, request)
+    runtime = HeadRuntime(heads, tables, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+    drafter = EagleDrafter(runtime, settings, name, vocabulary, request)
     drafter.warm_up()
     return drafter

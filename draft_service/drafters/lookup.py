@@ -112,7 +112,7 @@ class LookupDrafter(ABC, Generic[S]):
             if session.due and session.budget:
                 session.due = False
                 tree = self._draw(session) if session.room > 0 else TokenTree.root(session.tokens[-1])
-                session.numbering.extend(tree.size)
+                session.numbering.extend(tree)
                 nodes = tt.best(tree, min(session.budget, session.start.max_nodes)).tolist()
                 out.append((key, session.numbering.growth(tree, nodes, session.epoch, key[1], complete=True)))
         return out

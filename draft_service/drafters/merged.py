@@ -157,7 +157,7 @@ class MergedDrafter:
         tokens, scores = growth.token.tolist(), growth.score.tolist()
         session.tree, index = tt.insert(session.tree, parents, tokens, scores, MOST_NODES)
         ids.update((first + j, node) for j, node in enumerate(index.tolist()) if node != GONE)
-        session.numbering.extend(session.tree.size)
+        session.numbering.extend(session.tree)
 
     def _pass_on(self, session: _Session, part: int, growth: SessionGrowth) -> SessionGrowth:
         """The part's nodes under ids of ours."""

@@ -23,7 +23,7 @@ from draftwood.kernels.fused import Heads, add_rms_norm, rotate_and_write, rotat
 from draftwood.kernels.tree_attention import AttentionBatch, tree_attention
 from draftwood.runtime.batch import Padding, Ragged, Rows, assemble
 from draftwood.runtime.decoder import Projection
-from draftwood.runtime.heads import FINAL_NORM, Affine, EagleHead, Layer
+from draftwood.runtime.heads import FINAL_NORM, Affine, EagleHead, Layer, MedusaHeads
 from draftwood.runtime.pages import PagePool
 from draftwood.runtime.reduced import ReducedVocabulary
 
@@ -188,3 +188,23 @@ def _projection(*parts: Affine) -> Projection:
             linear.bias = nn.Parameter(part.bias, requires_grad=False)
         linears.append(linear)
     return Projection(*linears)
+
+
+class MedusaRuntime:
+    """``MedusaHeads``, ready to guess. One thread only."""
+
+    def __init__(self, heads: MedusaHeads, tables: TargetTables) -> None:
+        self.device, self.dtype = tables.lm_head.device, tables.lm_head.dtype
+        self.heads = len(heads.heads)
+        self._heads = heads.heads
+        shared = _projection(Affine(tables.lm_head)) if any(head.lm_head is None for head in heads.heads) else None
+        self._lm_heads = [shared if h.lm_head is None else _projection(Affine(h.lm_head)) for h in heads.heads]
+
+    @torch.inference_mode()
+    def forward(self, features: Tensor, depth: int) -> Tensor:
+        """Logits of the first ``depth`` heads, [rows, depth, vocab_size], from features [rows, hidden]."""
+        found = []
+        for head, lm_head in zip(self._heads[:depth], self._lm_heads[:depth], strict=True):
+            assert lm_head is not None
+            found.append(lm_head(head.hidden(features)))
+        return torch.stack(found, 1)

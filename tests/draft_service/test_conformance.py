@@ -27,6 +27,7 @@ from draftwood.wire import SessionGrowth
 from tests.draft_service.test_eagle import features_of, make_head, make_tables, request_of
 from tests.draft_service.test_eagle import make_drafter as make_eagle
 from tests.draft_service.test_lm import CONTEXT, GREEDY, SAMPLED, VOCAB, Oracle, make_runtime
+from tests.draft_service.test_medusa import make_drafter as make_medusa
 from tests.tiny_tokenizers import few_tokens
 
 LM: dict[str, dict[str, Any]] = {
@@ -42,10 +43,15 @@ LM: dict[str, dict[str, Any]] = {
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"kind": "eagle", "topology": "expand_rerank"},
     "eagle3": {"kind": "eagle", "topology": "best_first"},
+    "medusa": {"kind": "medusa", "topology": "best_first"},
+    "medusa_choices": {"kind": "medusa"} | LM["choices"] | {"topology": "choices"},
 }
 METHODS = [*LM, *HEADS, "ngram", "suffix", "bridged", "merged", "merged_suffix", "merged_eagle"]
 LEARNING = {"sequoia", "sequoia_sized", "ngram", "suffix", "merged", "merged_suffix", "merged_eagle"}
 """What these draw depends on what other sessions' texts have shown."""
+MERGED = {
+    "merged": ("best_first", "ngram"), "merged_suffix": ("best_first", "suffix"), "merged_eagle": ("eagle", "ngram"),
+}  # fmt: skip
 BY_IDS_ALONE = {"ngram", "suffix", "bridged", "merged_eagle", *HEADS}
 """These cannot sample for the rejection rule."""
 BASE: dict[str, Any] = {
@@ -67,14 +73,13 @@ def bridged(inner: Drafter) -> BridgedDrafter:
 def make(method: str, runtime: ModelRuntime, **settings: Any) -> Drafter:
     if method == "bridged":
         return bridged(make("best_first", runtime, **settings))
-    if method == "merged_eagle":
-        return MergedDrafter([make(part, runtime, **settings) for part in ("eagle", "ngram")])
-    if method.startswith("merged"):
-        other = make("suffix" if method == "merged_suffix" else "ngram", runtime, **settings)
-        return MergedDrafter([make("best_first", runtime, **settings), other])
+    if method in MERGED:
+        return MergedDrafter([make(part, runtime, **settings) for part in MERGED[method]])
     if method in ("ngram", "suffix"):
         chosen = DraftSettings(**(BASE | {"kind": method} | settings))
         return NgramDrafter(chosen) if method == "ngram" else SuffixDrafter(chosen)
+    if method.startswith("medusa"):
+        return make_medusa(**(BASE | HEADS[method] | settings))
     if method in HEADS:
         head = make_head(method)
         own = HeadRuntime(head, make_tables(), kv_pages=runtime.pool.total, page_tokens=16)

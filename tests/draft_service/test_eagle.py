@@ -62,9 +62,9 @@ def make_runtime(head: EagleHead, kv_pages: int = 64) -> HeadRuntime:
 
 
 def make_drafter(runtime: HeadRuntime, request: FeatureRequest, **settings: Any) -> EagleDrafter:
-    chosen = {"depth": 4, "beam": 3, "branch": 3, "max_nodes": 24, "page_tokens": 16} | settings
+    chosen = {"kind": "eagle", "depth": 4, "beam": 3, "branch": 3, "max_nodes": 24, "page_tokens": 16} | settings
     vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
-    return EagleDrafter(runtime, DraftSettings(kind="eagle", **chosen), "tiny", vocabulary, request)
+    return EagleDrafter(runtime, DraftSettings(**chosen), "tiny", vocabulary, request)
 
 
 def request_of(head: EagleHead) -> FeatureRequest:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from tests.services.heads import make_eagle, make_medusa
 from tests.services.models import Models, make_models
 from tests.services.stack import Stack, running
 
@@ -13,6 +15,14 @@ from tests.services.stack import Stack, running
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of heads for the deep target, by layout."""
+    root = tmp_path_factory.mktemp("heads")
+    made = {layout: make_eagle(root / layout, models.deep_target, layout) for layout in ("eagle", "eagle3")}
+    return made | {"medusa": make_medusa(root / "medusa", models.deep_target)}
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class Models:
     extra: Path  # as the draft, with two special tokens more, likewise
     extra_target: Path  # as the target, likewise
     short: Path  # as the draft, for short sequences only
-    deep_target: Path  # a target of six layers, of which each changes little: heads can be made for it
+    deep_target: Path  # a target of eight layers, of which each changes little: heads can be made for it
 
 
 def make_models(root: Path) -> Models:
@@ -62,7 +62,7 @@ def make_models(root: Path) -> Models:
         _save(root / "extra-draft", _with_loud_rows(draft, SIZE + len(EXTRA)), special),
         _save(root / "extra-target", _with_loud_rows(target, SIZE + len(EXTRA)), special),
         _save(root / "short-draft", short, tokenizer),
-        _save(root / "deep-target", _random_target(layers=6, spread=2), tokenizer),
+        _save(root / "deep-target", _random_target(layers=8, spread=2), tokenizer),
     )
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from draftwood.v1 import draft_pb2
-from tests.services.stack import Cluster, Stack, engine_of, slow_down, tokens_of, verifier_request, verifier_stub
+from draftwood.errors import FailedPrecondition
+from draftwood.rpc.status import from_rpc_error
+from draftwood.v1 import draft_pb2, draft_pb2_grpc
+from tests.services.stack import (
+    Cluster,
+    Stack,
+    attach_request,
+    engine_of,
+    slow_down,
+    tokens_of,
+    verifier_request,
+    verifier_stub,
+)
 from tests.services.wire import HandDraft
 from verifier_service.width import StepTimes
 
@@ -45,6 +58,45 @@ async def test_text_is_the_targets_whatever_draws(stack: Stack, method: str) -> 
     assert accepted > 0, "nothing was shown"
     assert cluster.drafts[0].loaded.core.nodes_drafted and cluster.engine.totals.refused == 0
     await cluster.is_idle()
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"kind": "eagle", "topology": "expand_rerank"},
+    "eagle3": {"kind": "eagle"},
+    "medusa": {"kind": "medusa"},
+    "medusa_choices": {"kind": "medusa"} | METHODS["choices"],
+}
+
+
+@pytest.mark.parametrize("method", HEADS)
+async def test_text_is_the_targets_whatever_head_draws_on_its_features(
+    stack: Stack, heads: dict[str, Path], method: str
+) -> None:
+    target = str(stack.models.deep_target)
+    draft = HEADS[method] | {"model": str(heads[method.removesuffix("_choices")]), "target": target}
+    cluster = await stack.cluster([draft], model=target, features=[0, 2, 4, 5])
+    assert await texts(cluster) > 5, "nothing was shown"
+    assert cluster.drafts[0].loaded.core.nodes_drafted and cluster.engine.totals.refused == 0
+    [canary] = cluster.verifier._load_report().canaries
+    assert canary.taken > 0, "the canary's features are told, too"
+    await cluster.is_idle()
+
+
+async def test_a_head_whose_features_the_verifier_cannot_give_is_refused(stack: Stack, heads: dict[str, Path]) -> None:
+    """The text is written without it; the worker's stream ends with the reason."""
+    target = str(stack.models.deep_target)
+    verifier = await stack.verifier(model=target, features=[2])
+    draft = await stack.draft(kind="eagle", model=str(heads["eagle"]), target=target)
+    channel = await stack.channel(draft)
+    stub = draft_pb2_grpc.DraftServiceStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        await stub.Attach(attach_request(draft, "s", b"t", verifier.address))
+    reason = from_rpc_error(caught.value)
+    assert isinstance(reason, FailedPrecondition) and reason.reason == "FEATURES_UNAVAILABLE"
+    assert reason.field == "hello.draft.features.layers"
+    router = await stack.router([verifier], [draft])
+    cluster = Cluster(verifier, [draft], router, await stack.client(router))
+    assert await texts(cluster) == 0
 
 
 async def test_a_merged_worker_samples_for_rejection_with_its_parts_that_can(stack: Stack) -> None:

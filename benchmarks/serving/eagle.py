@@ -1,0 +1,88 @@
+"""Tokens a forward of the target with a head on its features and a dynamic tree, on the everyday prompts.
+
+``python benchmarks/serving/eagle.py --head FOLDER``
+
+The demo target answers the 24 prompts of ``models/train/everyday.txt`` greedily (at most 128 tokens each). Then the
+head draws round after round for the same texts: EAGLE-2's tree, of which the likeliest nodes are sent. What of it
+carries the text is accepted, as a verifier would that checks every node, and the features of the accepted tokens
+follow, as bfloat16 like on the wire. A forward yields what is accepted and the target's own token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "train"))
+
+from drafters import follow
+from evaluate import answers
+from results import Check, write
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draft_service.server import make_drafter
+from draftwood.config import DraftSettings
+from draftwood.features import FINAL, FeatureRequest, Features
+from draftwood.runtime.demo_model import demo_target
+from draftwood.runtime.text import TextCodec
+
+NODES = 32
+DEPTH = 10
+CHECK = "drafters/eagle2_accepted_n32"
+
+
+@torch.inference_mode()
+def features_of(target: PreTrainedModel, tokens: Sequence[int], request: FeatureRequest) -> Features:
+    """Of all tokens, by one forward of the target."""
+    states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    picked = torch.stack([states[-1 if layer == FINAL else layer][0] for layer in request.layers], 1)
+    return picked.bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def main(arguments: Sequence[str] | None = None) -> bool:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", required=True, help="folder of the head")
+    parser.add_argument("--every", type=int, default=1, help="look at one prompt in so many")
+    parser.add_argument("--nodes", type=int, default=NODES)
+    parser.add_argument("--beam", type=int, default=10)
+    parser.add_argument("--branch", type=int, default=10)
+    parser.add_argument("--depth", type=int, default=DEPTH)
+    chosen = parser.parse_args(arguments)
+    settings = DraftSettings(
+        kind="eagle", model=chosen.head, topology="expand_rerank", max_nodes=chosen.nodes, beam=chosen.beam,
+        branch=chosen.branch, depth=chosen.depth, kv_pages=64,
+    )  # fmt: skip
+    drafter = make_drafter(settings)
+    assert drafter.features is not None
+    target = AutoModelForCausalLM.from_pretrained(demo_target(), dtype=torch.float32).eval()
+    texts = answers(target, TextCodec(demo_target()))[:: chosen.every]
+    tokens = steps = 0
+    drew_s = 0.0
+    for k, (prompt, answer) in enumerate(texts):
+        features = features_of(target, [*prompt, *answer], drafter.features)
+        taken, spent_s = follow(drafter, (0, k), prompt, answer, chosen.nodes, chosen.depth + 1, features)
+        tokens, steps, drew_s = tokens + len(answer), steps + taken, drew_s + spent_s
+        print(f"{len(answer)} tokens in {taken} forwards, {tokens / steps:.3f} tokens a forward so far", flush=True)
+    details = {
+        "tree": {"nodes": chosen.nodes, "beam": chosen.beam, "branch": chosen.branch, "depth": chosen.depth},
+        "texts": len(texts),
+        "tokens": tokens,
+        "forwards": steps,
+        "round_ms": round(1e3 * drew_s / steps, 1),
+        "feature_bytes_a_token": drafter.features.position_bytes,
+        "layers": list(drafter.features.layers),
+    }
+    print(details)
+    if (chosen.nodes, chosen.every) != (NODES, 1):
+        return True
+    return write("eagle", [Check(CHECK, round(tokens / steps, 3), ">=", 3.8)], details)
+
+
+if __name__ == "__main__":
+    sys.exit(not main())
