@@ -281,7 +281,7 @@ def drafters(
     add: Annotated[bool, typer.Option("--add", help="keep the other methods of that file")] = False,
 ) -> None:
     """Compares ways of drafting on the same texts, through services started here: acceptance, time, bytes, speed."""
-    from draftwood.comparison import TEMPERATURES, Options, compare, comparison_table, load_methods, load_tasks, merged
+    from draftwood.comparison import TEMPERATURES, Options, compare, comparison_table, load_methods, load_tasks, save
     from draftwood.methods import choose, drafting_methods
 
     known = drafting_methods() | (load_methods(settings) if settings else {})
@@ -289,11 +289,9 @@ def drafters(
         choose(method or [], known), load_tasks(task or [], prompts), tuple(temperature or TEMPERATURES), tokens, nodes,
         verifier=(("model", model),),
     )  # fmt: skip
-    found = run(compare(options, console))
-    if add and output.exists():
-        found = merged(found, json.loads(output.read_text()))
-    output.write_text(json.dumps(found, indent=1) + "\n")
-    console.print(comparison_table(found))
+    earlier = json.loads(output.read_text()) if add and output.exists() else None
+    run(compare(options, console, lambda found: save(output, found, earlier)))
+    console.print(comparison_table(json.loads(output.read_text())))
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from draftwood.errors import InvalidArgument
@@ -37,6 +46,10 @@ OF_TOPOLOGY = {
 }
 """Settings that only some topologies have a use for."""
 MOST_CHILDREN = 64
+PageTokens = Annotated[
+    Literal[16, 32, 64], BeforeValidator(lambda value: int(value) if str(value).isdecimal() else value)
+]
+"""Variables and the command line give it as text."""
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
 
@@ -81,7 +94,7 @@ class VerifierSettings(ServerSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
-    page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds; also the kernel's key tile")
+    page_tokens: PageTokens = Field(64, description="tokens a KV page holds; also the kernel's key tile")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     prefix_cache: bool = Field(True, description="texts that begin alike share the full pages of their beginning")
     max_sessions: Positive = Field(64, description="sessions that may run at once")
@@ -134,7 +147,7 @@ class DraftSettings(ServerSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
-    page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds")
+    page_tokens: PageTokens = Field(64, description="tokens a KV page holds")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     max_sessions: Positive = Field(64, description="sessions that may be attached at once")
     max_nodes: Positive = Field(64, description="nodes of one round", le=255)

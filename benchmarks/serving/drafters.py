@@ -21,7 +21,8 @@ import matplotlib
 from results import FOLDER, Check, write
 from rich.console import Console
 
-from draftwood.comparison import Options, compare, comparison_table, load_tasks, merged, total
+from draftwood.comparison import Options, compare, comparison_table, load_tasks, total
+from draftwood.comparison import save as write_cells
 from draftwood.methods import choose, drafting_methods
 
 matplotlib.use("svg")
@@ -145,10 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> bool:
             choose(chosen.method, METHODS), load_tasks(prompts=chosen.prompts), tokens=chosen.tokens,
             nodes=chosen.nodes, draft=(("threads", 1),),
         )  # fmt: skip
-        found = asyncio.run(compare(options, Console()))
-        found = merged(found, json.loads(PARTS.read_text())) if chosen.add else found
-        PARTS.write_text(json.dumps(found, indent=1) + "\n")
-        Console().print(comparison_table(found))
+        earlier = json.loads(PARTS.read_text()) if chosen.add else None
+        asyncio.run(compare(options, Console(), lambda found: write_cells(PARTS, found, earlier)))
+        Console().print(comparison_table(json.loads(PARTS.read_text())))
         return True
     return report(json.loads(PARTS.read_text()))
 
