@@ -58,7 +58,6 @@ class _Session:
     tokens: list[int]  # committed
     epoch: int
     budget: int
-    step_ms: StepMs = ()
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # committed tokens in the cache
     tree: TokenTree = field(init=False)
@@ -68,6 +67,7 @@ class _Session:
     expanded: np.ndarray = field(init=False)  # nodes by their place in the tail
     seen: np.ndarray = field(init=False)  # bool [tail, tail], what each expanded node sees of the tail
     frontier: list[int] | None = None  # nodes to expand now; None: not known
+    step_ms: StepMs = field(init=False)  # as last told
     drawn: dict[int, Proposal] = field(default_factory=dict)  # by node: what its children were sampled from
     numbering: Numbering = field(default_factory=Numbering)
     levels: int = 0  # forwards of this round
@@ -76,6 +76,7 @@ class _Session:
     outgrown: bool = False  # its text leaves no room for a node: nothing is drawn for it any more
 
     def __post_init__(self) -> None:
+        self.step_ms = self.start.step_ms
         self.plant_anchor()
 
     def plant(self, tree: TokenTree, expanded: np.ndarray, seen: np.ndarray) -> None:
@@ -187,7 +188,7 @@ class LmDrafter:
     # --- sessions ---
 
     def open(self, key: Key, start: SessionStart) -> None:
-        session = self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget, start.step_ms)
+        session = self._sessions[key] = _Session(start, list(start.tokens), start.epoch, start.budget)
         self._note_room(session)
 
     def close(self, key: Key) -> None:

@@ -56,7 +56,7 @@ async def test_compares_methods_and_says_why_one_is_left_out(models: Models, tmp
     assert "nothing" in found["methods"]["missing"]["skipped"]
     assert "makes 90 nodes, the limit is 8" in found["methods"]["large"]["skipped"]
     assert "tiny" in said and "2/2" in said and "the limit is 8" in said
-    await run(*arguments, "--add", "--method", "ngram")
+    await run(*arguments, "--add", "--method", "ngram", "--verifier", "page_tokens=16")
     assert set(json.loads(output.read_text())["methods"]) == {"tiny", "missing", "large", "ngram"}
 
 
