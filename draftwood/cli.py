@@ -277,23 +277,24 @@ def drafters(
         Path | None, typer.Option(exists=True, dir_okay=False, help="further methods: draft settings by name (YAML)")
     ] = None,
     model: Annotated[str, typer.Option(help='target: path, hub id, or "demo"')] = "demo",
+    verifier: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, a setting of the verifier besides; repeatable")
+    ] = None,
     output: Annotated[Path, typer.Option(help="file that the figures go to (JSON)")] = Path("drafters.json"),
     add: Annotated[bool, typer.Option("--add", help="keep the other methods of that file")] = False,
 ) -> None:
     """Compares ways of drafting on the same texts, through services started here: acceptance, time, bytes, speed."""
-    from draftwood.comparison import TEMPERATURES, Options, compare, comparison_table, load_methods, load_tasks, merged
+    from draftwood.comparison import TEMPERATURES, Options, compare, comparison_table, load_methods, load_tasks, save
     from draftwood.methods import choose, drafting_methods
 
     known = drafting_methods() | (load_methods(settings) if settings else {})
     options = Options(
         choose(method or [], known), load_tasks(task or [], prompts), tuple(temperature or TEMPERATURES), tokens, nodes,
-        verifier=(("model", model),),
+        verifier=(("model", model), *map(_setting, verifier or [])),
     )  # fmt: skip
-    found = run(compare(options, console))
-    if add and output.exists():
-        found = merged(found, json.loads(output.read_text()))
-    output.write_text(json.dumps(found, indent=1) + "\n")
-    console.print(comparison_table(found))
+    earlier = json.loads(output.read_text()) if add and output.exists() else None
+    run(compare(options, console, lambda found: save(output, found, earlier)))
+    console.print(comparison_table(json.loads(output.read_text())))
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -302,6 +303,14 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _setting(option: str) -> tuple[str, str]:
+    """Raises BadParameter for an option that is not NAME=VALUE."""
+    name, sign, value = option.partition("=")
+    if not name or not sign:
+        raise typer.BadParameter(f"{option!r} is not NAME=VALUE, as in kv_pages=64", param_hint="--verifier")
+    return name, value
 
 
 def _logit_bias(options: list[str]) -> dict[int, float]:

@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +78,11 @@ def load_tasks(names: Sequence[str] = (), prompts: int = 0) -> dict[str, list[st
     return {name: tasks[name][: prompts or None] for name in names or tasks}
 
 
-async def compare(options: Options, console: Console) -> dict[str, Any]:
-    """Runs it; returns what is written to the file. A method that cannot be started is named with the reason."""
+async def compare(options: Options, console: Console, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Runs it; gives ``keep`` what has been found after each method. One that cannot be started has a reason instead.
+
+    Raises DraftwoodError if the verifier cannot be started.
+    """
     asked = [(task, prompt) for task, prompts in options.tasks.items() for prompt in prompts]
     texts = [(task, prompt, temperature) for task, prompt in asked for temperature in options.temperatures]
     settings = {
@@ -95,20 +98,21 @@ async def compare(options: Options, console: Console) -> dict[str, Any]:
             plain = {key: await _answer(client, key, options.tokens, False) for key in texts}
         console.print(f"plain decoding: {len(texts)} texts", highlight=False)
         methods: dict[str, Any] = {}
+        found = {
+            "tokens": options.tokens,
+            "nodes": options.nodes,
+            "temperatures": list(options.temperatures),
+            "prompts": {task: len(prompts) for task, prompts in options.tasks.items()},
+            "plain_tokens_per_s": round(_rate(plain.values()), 2),
+            "methods": methods,
+        }
         for name, chosen in options.methods.items():
             try:
                 methods[name] = await _measure(options, chosen, tap, address, plain)
             except (DraftwoodError, ValueError) as error:
                 methods[name] = {"settings": chosen, "skipped": _reason(error)}
             console.print(f"{name}: {methods[name].get('skipped') or 'done'}", highlight=False, markup=False)
-    return {
-        "tokens": options.tokens,
-        "nodes": options.nodes,
-        "temperatures": list(options.temperatures),
-        "prompts": {task: len(prompts) for task, prompts in options.tasks.items()},
-        "plain_tokens_per_s": round(_rate(plain.values()), 2),
-        "methods": methods,
-    }
+            keep(found)
 
 
 async def _measure(
@@ -163,10 +167,10 @@ def figures(written: dict[Key, Text], plain: dict[Key, Text], tally: Tally) -> d
     }
 
 
-def _rate(texts: Any) -> float:
+def _rate(texts: Iterable[Text]) -> float:
     """Tokens a second behind the first."""
-    each = list(texts)
-    return len(each) / max(1e-9, sum(text.token_s for text in each))
+    each_s = [text.token_s for text in texts]
+    return len(each_s) / max(1e-9, sum(each_s))
 
 
 # --- services ---
@@ -317,6 +321,11 @@ def load_methods(path: Path) -> dict[str, dict[str, Any]]:
     """Further methods, or others by the same name: settings by name, as YAML."""
     methods: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return methods
+
+
+def save(file: Path, found: dict[str, Any], earlier: dict[str, Any] | None = None) -> None:
+    """Writes what has been found, with the methods of an earlier run; raises as ``merged``."""
+    file.write_text(json.dumps(merged(found, earlier) if earlier else found, indent=1) + "\n")
 
 
 def merged(found: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from draftwood.errors import InvalidArgument
@@ -41,6 +50,10 @@ HEAD_KINDS = ("eagle", "medusa")
 """Kinds that work on the target's features (``draftwood.features``)."""
 PART_KINDS = ("lm", *HEAD_KINDS, "ngram", "suffix", "bridged")
 """Kinds that can be parts of kind merged."""
+PageTokens = Annotated[
+    Literal[16, 32, 64], BeforeValidator(lambda value: int(value) if str(value).isdecimal() else value)
+]
+"""Variables and the command line give it as text."""
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
 
@@ -85,7 +98,7 @@ class VerifierSettings(ServerSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
-    page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds; also the kernel's key tile")
+    page_tokens: PageTokens = Field(64, description="tokens a KV page holds; also the kernel's key tile")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     prefix_cache: bool = Field(True, description="texts that begin alike share the full pages of their beginning")
     features: list[Annotated[int, Field(ge=0)]] = Field(
@@ -144,7 +157,7 @@ class DraftSettings(ServerSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
-    page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds")
+    page_tokens: PageTokens = Field(64, description="tokens a KV page holds")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     max_sessions: Positive = Field(64, description="sessions that may be attached at once")
     max_nodes: Positive = Field(64, description="nodes of one round", le=255)
@@ -154,7 +167,7 @@ class DraftSettings(ServerSettings):
     branching: list[Positive] = Field([], description="topology kary: children of each node, by depth")
     choices: list[list[int]] = Field([], description="topology choices: each node as the ranks on its path")
     step_ms: list[tuple[Positive, Annotated[float, Field(gt=0)]]] = Field(
-        [], description="topology sequoia: rows of a step and its milliseconds, two points or more; empty: no limit"
+        [], description="topology sequoia: rows of a step and its milliseconds, two points or more; empty: as the verifier tells"
     )
     beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
     branch: Positive = Field(4, le=MOST_CHILDREN, description="children drawn per expanded node")

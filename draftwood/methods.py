@@ -23,6 +23,8 @@ NEEDED: dict[str, dict[str, Any]] = {
             [0, 0, 0, 0, 0], [0, 0, 0, 0, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0],
         ]
     },
+    "eagle": {"topology": "expand_rerank", "branch": 8, "beam": 8},
+    "mtp": {"topology": "chain", "depth": 3},
     "merged": {"parts": [{"kind": "lm"}, {"kind": "suffix"}]},
     "bridged": {"target_tokenizer": "demo"},
 }  # fmt: skip

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -132,7 +133,7 @@ class _Stream:
             self._sessions.pop(stop.handle, None)
 
 
-class Tap(grpc.GenericRpcHandler):  # type: ignore[misc]
+class Tap(grpc.GenericRpcHandler):
     """The relay; ``tally`` is what has been counted since ``reset``."""
 
     def __init__(self, verifier: str) -> None:
@@ -158,7 +159,7 @@ class Tap(grpc.GenericRpcHandler):  # type: ignore[misc]
         for stream in self._streams:
             stream.tally = self.tally
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
         """All methods are relayed as streams of bytes: on the wire a unary call is a stream of one message."""
 
         async def relay(
@@ -166,9 +167,8 @@ class Tap(grpc.GenericRpcHandler):  # type: ignore[misc]
         ) -> AsyncIterator[bytes]:
             stream = _Stream(self.tally) if details.method == SPECULATE else None
             metadata = [(k, v) for k, v in context.invocation_metadata() or () if not k.startswith(OWN_METADATA)]
-            call = self._channel.stream_stream(details.method)(
-                _read(requests, stream), metadata=metadata, timeout=context.time_remaining()
-            )
+            begin: Any = self._channel.stream_stream(details.method)
+            call = begin(_read(requests, stream), metadata=metadata, timeout=context.time_remaining())
             if stream:
                 self._streams.append(stream)
             try:

@@ -79,3 +79,15 @@ def test_runs_are_added_where_their_texts_are_the_same() -> None:
     assert set(merged(found, found | {"methods": {"b": {}}})["methods"]) == {"a", "b"}
     with pytest.raises(InvalidArgument, match="the file's run has nodes 9, this one 8"):
         merged(found, found | {"nodes": 9})
+
+
+def test_settings_reach_a_process_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is a number, a list or a choice among numbers comes as text."""
+    given = {"PAGE_TOKENS": "16", "MAX_NODES": "25", "TOPOLOGY": "kary", "BRANCHING": "[4, 2]", "Q_TOP_P": "0.5"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"DRAFTWOOD_DRAFT_{name}", value)
+    settings = DraftSettings()
+    assert (settings.page_tokens, settings.max_nodes, settings.branching, settings.q_top_p) == (16, 25, [4, 2], 0.5)
+    monkeypatch.setenv("DRAFTWOOD_DRAFT_PAGE_TOKENS", "17")
+    with pytest.raises(ValueError, match="16, 32 or 64"):
+        DraftSettings()

@@ -1,7 +1,7 @@
 """All ways of drafting on the same texts: ``draftwood bench drafters`` with the shapes that are compared besides.
 
-Runs in parts, so that none takes long (``--method``, ``--add``); the last ``--report`` writes
-``benchmarks/results/drafters.json`` with the checks, the table and the plots of docs/drafters.md.
+Runs in parts, so that none takes long (``--method``, ``--add``), which gather in ``drafters-cells.json``; ``--report``
+then writes ``benchmarks/results/drafters.json`` with the checks, and the table and plots of docs/drafters.md.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import matplotlib
-from results import FOLDER, Check, write
+from results import Check, write
 from rich.console import Console
 
-from draftwood.comparison import Options, compare, comparison_table, load_tasks, merged, total
+from draftwood.comparison import Options, compare, comparison_table, load_tasks, total
+from draftwood.comparison import save as write_cells
 from draftwood.methods import choose, drafting_methods
 
 matplotlib.use("svg")
@@ -32,7 +33,7 @@ KARY = ([5, 4], [4, 2, 1], [3, 2, 1, 1], [4, 1, 1, 1, 1, 1], [3, 1, 1, 1, 1, 1, 
 METHODS = drafting_methods() | {
     f"kary {k}": {"kind": "lm", "topology": "kary", "branching": k} for k in KARY
 }  # fmt: skip
-PARTS = FOLDER / "drafters-cells.json"
+PARTS = Path("drafters-cells.json")
 PAGE = ROOT / "docs" / "drafters.md"
 BEGIN, END = "<!-- drafters: begin -->", "<!-- drafters: end -->"
 SHOWN = ("best_first", "expand_rerank", "sequoia", "eagle1", "kary", "chain", "suffix", "merged", "bridged")
@@ -145,10 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> bool:
             choose(chosen.method, METHODS), load_tasks(prompts=chosen.prompts), tokens=chosen.tokens,
             nodes=chosen.nodes, draft=(("threads", 1),),
         )  # fmt: skip
-        found = asyncio.run(compare(options, Console()))
-        found = merged(found, json.loads(PARTS.read_text())) if chosen.add else found
-        PARTS.write_text(json.dumps(found, indent=1) + "\n")
-        Console().print(comparison_table(found))
+        earlier = json.loads(PARTS.read_text()) if chosen.add else None
+        asyncio.run(compare(options, Console(), lambda found: write_cells(PARTS, found, earlier)))
+        Console().print(comparison_table(json.loads(PARTS.read_text())))
         return True
     return report(json.loads(PARTS.read_text()))
 

@@ -76,7 +76,6 @@ class LmSession:
     tokens: list[int]  # committed, those that have a row
     epoch: int
     budget: int
-    step_ms: StepMs = ()
     skipped: int = 0  # tokens at the start that have none
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # committed tokens in the cache
@@ -87,6 +86,7 @@ class LmSession:
     expanded: np.ndarray = field(init=False)  # nodes by their place in the tail
     seen: np.ndarray = field(init=False)  # bool [tail, tail], what each expanded node sees of the tail
     frontier: list[int] | None = None  # nodes to expand now; None: not known
+    step_ms: StepMs = field(init=False)  # as last told
     drawn: dict[int, Proposal] = field(default_factory=dict)  # by node: what its children were sampled from
     numbering: Numbering = field(default_factory=Numbering)
     levels: int = 0  # forwards of this round
@@ -95,6 +95,7 @@ class LmSession:
     outgrown: bool = False  # its text leaves no room for a node: nothing is drawn for it any more
 
     def __post_init__(self) -> None:
+        self.step_ms = self.start.step_ms
         self.plant_anchor()
 
     def plant(self, tree: TokenTree, expanded: np.ndarray, seen: np.ndarray) -> None:

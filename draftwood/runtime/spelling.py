@@ -66,10 +66,12 @@ class Speller:
 
     def spell(self, tokens: Sequence[int], behind: str) -> str:
         """What a text of tokens spells; those that spell nothing are left out."""
-        text = behind[-1:]
+        text, before = "", behind
         for token in tokens:
-            text += self.piece(token, text) or ""
-        return text[len(behind[-1:]) :]
+            piece = self.piece(token, before)
+            if piece is not None:
+                text, before = text + piece, piece or " "  # an empty one was the space that is dropped
+        return text
 
     def tokens(self, text: str, behind: str) -> list[int]:
         """Tokens that spell ``text``, or as much of its beginning as whole characters and our vocabulary allow."""
@@ -102,8 +104,9 @@ class Speller:
             contexts = (window,) if run[0] in CONTINUATIONS else (window, "\n", "")
             fits = (self._fit(before, run, starts=_begins(behind)) for before in dict.fromkeys(contexts))
             single = [self._byte_ids[byte] for byte in head if byte in self._byte_ids]
-            tokens = next(filter(None, fits), single if len(single) == len(head) else [])
-            text = self.spell(tokens, behind)
+            options = (*fits, single if len(single) == len(head) else [])
+            spellings = ((tokens, self.spell(tokens, behind)) for tokens in options)
+            tokens, text = next((s for s in spellings if s[1] and run.startswith(s[1])), ([], ""))
             if not text:
                 break
             found, behind, run = [*found, *tokens], behind + text, run[len(text) :]

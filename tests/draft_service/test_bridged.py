@@ -139,9 +139,10 @@ def pair(draft: str, target: str, paths: Paths | None = None, **scripted: float)
 
 
 def is_text(spelling: str) -> bool:
-    """Whether all its bytes are characters."""
+    """Whether all its bytes are characters, none of which has a special token within."""
     try:
-        spelling.replace(chr(256), "").encode("latin-1").decode()
+        for part in spelling.split(chr(256)):
+            part.encode("latin-1").decode()
     except UnicodeDecodeError:
         return False
     return True

@@ -25,7 +25,7 @@ RULES: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 3})
 
 
 def other_tokenizer(folder: Path) -> Path:
-    """The demo draft with other ids and only the first merges of the target's tokenizer: rarer words are cut smaller."""
+    """The demo draft with other ids and only the first merges: rarer words are cut smaller."""
     data = json.loads((demo_target() / "tokenizer.json").read_text())
     vocab = {token: i for token, i in data["model"]["vocab"].items() if i < KEPT}
     first = len(data["model"]["vocab"]) - len(data["model"]["merges"])

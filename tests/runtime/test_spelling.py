@@ -77,6 +77,8 @@ def test_the_usual_tokens_of_a_text_are_those_of_its_tokenizer(kind: str) -> Non
         assert side.tokens(spelled(text), "") == ids
         for k in range(1, len(ids)):
             behind = side.spell(ids[:k], "")
+            if not behind:
+                continue  # nothing but the mark of a text's beginning, which spells nothing
             assert side.spell([*ids[:k], *side.tokens(spelled(text)[len(behind) :], behind)], "") == spelled(text)
 
 

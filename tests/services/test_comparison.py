@@ -50,12 +50,13 @@ async def test_compares_methods_and_says_why_one_is_left_out(models: Models, tmp
     ]  # fmt: skip
     said = await run(*arguments, "--method", "tiny", "--method", "missing", "--method", "large")
     found = json.loads(output.read_text())
+    assert "cells" in found["methods"]["tiny"], found["methods"]["tiny"]
     assert [(c["task"], c["temperature"]) for c in found["methods"]["tiny"]["cells"]] == [("chat", 0.0), ("chat", 0.6)]
     assert all(c["identical"] == c["texts"] == 1 and c["rounds"] for c in found["methods"]["tiny"]["cells"])
     assert "nothing" in found["methods"]["missing"]["skipped"]
     assert "makes 90 nodes, the limit is 8" in found["methods"]["large"]["skipped"]
     assert "tiny" in said and "2/2" in said and "the limit is 8" in said
-    await run(*arguments, "--add", "--method", "ngram")
+    await run(*arguments, "--add", "--method", "ngram", "--verifier", "page_tokens=16")
     assert set(json.loads(output.read_text())["methods"]) == {"tiny", "missing", "large", "ngram"}
 
 
