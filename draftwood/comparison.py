@@ -27,6 +27,7 @@ from draftwood.client import Chunk, DraftwoodClient, Finished, Message, Usage
 from draftwood.config import DraftSettings, RouterSettings
 from draftwood.errors import DraftwoodError, Internal, InvalidArgument, Unavailable
 from draftwood.tap import Tally, Tap
+from draftwood.telemetry import configure_logging
 
 TASKS = Path(__file__).parent / "tasks.yaml"
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -83,6 +84,7 @@ async def compare(options: Options, console: Console, keep: Callable[[dict[str, 
 
     Raises DraftwoodError if the verifier cannot be started.
     """
+    configure_logging("bench", json=False, level="ERROR")  # of the router that runs here
     asked = [(task, prompt) for task, prompts in options.tasks.items() for prompt in prompts]
     texts = [(task, prompt, temperature) for task, prompt in asked for temperature in options.temperatures]
     settings = {

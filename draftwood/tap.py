@@ -16,7 +16,8 @@ from typing import Any
 import grpc
 
 from draftwood.errors import DraftwoodError
-from draftwood.rpc.channel import OPTIONS, open_channel
+from draftwood.rpc.channel import open_channel
+from draftwood.rpc.server import MAX_MESSAGE_BYTES, server_options
 from draftwood.v1 import draft_pb2
 from draftwood.wire import SessionCommit, SessionGrowth, decode_commits, decode_growth
 
@@ -138,7 +139,7 @@ class Tap(grpc.GenericRpcHandler):
 
     def __init__(self, verifier: str) -> None:
         self._channel = open_channel(verifier)
-        self._server = grpc.aio.server(options=OPTIONS)
+        self._server = grpc.aio.server(options=server_options(MAX_MESSAGE_BYTES))
         self._server.add_generic_rpc_handlers((self,))
         self._streams: list[_Stream] = []
         self.tally = Tally()

@@ -61,7 +61,7 @@ class RpcServer:
         """
         host = _host(listen)
         credentials = self._access.credentials(host)
-        server = grpc.aio.server(options=_options(self._max_message_bytes))
+        server = grpc.aio.server(options=server_options(self._max_message_bytes))
         self._register(server)
         await self.set_serving(False)
         port = _bind(server, listen, credentials)
@@ -124,7 +124,8 @@ def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredenti
         raise Unavailable("BIND", f"cannot listen on {listen}: {error}") from error
 
 
-def _options(max_message_bytes: int) -> Sequence[tuple[str, int]]:
+def server_options(max_message_bytes: int) -> Sequence[tuple[str, int]]:
+    """Of every server that our channels connect to."""
     return (
         ("grpc.so_reuseport", 0),  # two servers on one port are an error, not a lottery
         ("grpc.max_receive_message_length", max_message_bytes),

@@ -46,7 +46,7 @@ async def test_compares_methods_and_says_why_one_is_left_out(models: Models, tmp
     output = tmp_path / "out.json"
     arguments = [
         "--settings", str(tmp_path / "methods.yaml"), "--output", str(output), "--model", str(models.target),
-        "--tokens", "12", "--nodes", "8", "--task", "chat", "--temperature", "0", "--temperature", "0.6",
+        "--tokens", "60", "--nodes", "8", "--task", "chat", "--temperature", "0", "--temperature", "0.6",
     ]  # fmt: skip
     said = await run(*arguments, "--method", "tiny", "--method", "missing", "--method", "large")
     found = json.loads(output.read_text())
