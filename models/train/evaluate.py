@@ -114,6 +114,16 @@ def answers(target: PreTrainedModel, codec: TextCodec) -> list[Text]:
     return [(ids, up_to_end(row, ends)) for ids, row in zip(prompts, out[:, longest:].tolist(), strict=True)]
 
 
+def kept_answers(file: Path | None, make: Callable[[], list[Text]]) -> list[Text]:
+    """Those in the file, if there is one; else made, and written there."""
+    if file is not None and file.exists():
+        return [(prompt, answer) for prompt, answer in json.loads(file.read_text())]
+    found = make()
+    if file is not None:
+        file.write_text(json.dumps(found))
+    return found
+
+
 def up_to_end(answer: list[int], ends: frozenset[int]) -> list[int]:
     first = next((k for k, token in enumerate(answer) if token in ends), len(answer))
     return answer[: first + 1]
@@ -237,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=64, help="held-out dialogues to look at")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--every", type=int, default=4, help="trees are grown on one answer in so many")
+    parser.add_argument("--answers", type=Path, help="file that keeps the target's answers from one run to the next")
     parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="nodes of the trees")
     chosen = parser.parse_args(arguments)
     device = resolve_device("auto")
@@ -259,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 note("heldout", name, found)
     if {"everyday", "trees"} & set(chosen.parts):
         codec = TextCodec(path)
-        texts = answers(target, codec)
+        texts = kept_answers(chosen.answers, lambda: answers(target, codec))
         details["everyday_tokens"] = sum(len(answer) for _, answer in texts)
     if "everyday" in chosen.parts:
         for name, draft in drafts.items():
