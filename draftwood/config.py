@@ -37,8 +37,9 @@ OF_TOPOLOGY = {
 }
 """Settings that only some topologies have a use for."""
 MOST_CHILDREN = 64
-HEAD_KINDS = ("eagle", "medusa")
+HEAD_KINDS = ("eagle", "mtp", "medusa", "block")
 """Kinds that work on the target's features (``draftwood.features``)."""
+MOST_MTP_DEPTH = 3
 PART_KINDS = ("lm", *HEAD_KINDS, "ngram", "suffix")
 """Kinds that can be parts of kind merged."""
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
@@ -127,10 +128,10 @@ class DraftSettings(ServerSettings):
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
     traces: Traces = ""
-    kind: Literal["lm", "eagle", "medusa", "ngram", "suffix", "merged"] = Field(
+    kind: Literal["lm", "eagle", "mtp", "medusa", "block", "ngram", "suffix", "merged"] = Field(
         "lm",
-        description="lm: small language model; eagle, medusa: heads on the target's hidden states; ngram: lookup in "
-        "the text itself; suffix: lookup in all texts written here; merged: several of them (`parts`)",
+        description="lm: small language model; eagle, mtp, medusa, block: heads on the target's hidden states; ngram: "
+        "lookup in the text itself; suffix: lookup in all texts written here; merged: several of them (`parts`)",
     )
     parts: Parts = []
     model: str = Field("demo", description='draft model or head: path, hub id, or "demo" (kind lm, 7.7 M parameters)')
@@ -189,6 +190,9 @@ class DraftSettings(ServerSettings):
                 raise ValueError(
                     f"{shortest} is {getattr(self, shortest)}, the limit is {longest} = {getattr(self, longest)}"
                 )
+        if self.kind == "mtp" and (self.topology != "chain" or self.depth > MOST_MTP_DEPTH):
+            asked = f"topology {self.topology} of depth {self.depth}"
+            raise ValueError(f"kind mtp draws a chain of 1 to {MOST_MTP_DEPTH} nodes, got {asked}")
         rows = [at for at, _ in self.step_ms]
         if len(rows) == 1 or rows != sorted(set(rows)):
             raise ValueError(f"step_ms needs two points or more with rows ascending, got rows {rows}")

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from draft_service.drafters.block import BlockDrafter
 from draft_service.drafters.eagle import EagleDrafter
 from draft_service.drafters.lm import LmDrafter
 from draft_service.drafters.medusa import MedusaDrafter
 from draftwood.config import DraftSettings
 from draftwood.errors import FailedPrecondition
 from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
-from draftwood.runtime.head_runtime import HeadRuntime, MedusaRuntime, TargetTables, feature_request
+from draftwood.runtime.head_runtime import Block, HeadRuntime, MedusaRuntime, TargetTables, feature_request
 from draftwood.runtime.heads import MedusaHeads, TargetShape
 from draftwood.runtime.heads_checkpoint import load_heads
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
@@ -38,7 +39,7 @@ def load_lm_drafter(settings: DraftSettings) -> LmDrafter:
     return drafter
 
 
-def load_head_drafter(settings: DraftSettings) -> EagleDrafter | MedusaDrafter:
+def load_head_drafter(settings: DraftSettings) -> EagleDrafter | MedusaDrafter | BlockDrafter:
     """The drafter, warm; raises NotFound MODEL_UNKNOWN if there are no such heads or no such target, FailedPrecondition
     MODEL_UNSUPPORTED for heads that cannot be used, do not fit their target or are of another kind.
     """
@@ -59,6 +60,8 @@ def load_head_drafter(settings: DraftSettings) -> EagleDrafter | MedusaDrafter:
     if isinstance(heads, MedusaHeads):
         return MedusaDrafter(MedusaRuntime(heads, tables), settings, name, vocabulary, request)
     runtime = HeadRuntime(heads, tables, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+    if settings.kind == "block":
+        return BlockDrafter(runtime, Block.load(settings.model, shape.vocab_size), settings, name, vocabulary, request)
     drafter = EagleDrafter(runtime, settings, name, vocabulary, request)
     drafter.warm_up()
     return drafter
