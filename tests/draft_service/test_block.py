@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draft_service.drafter import SessionCommitted, SessionStart
 from draft_service.drafters.block import BlockDrafter
@@ -19,6 +17,7 @@ from draftwood.runtime.head_runtime import Block
 from draftwood.vocabulary import Vocabulary
 from tests.draft_service.test_eagle import features_of, make_head, make_runtime, make_tables, request_of
 from tests.draft_service.test_lm import CONTEXT, GREEDY, KEY, VOCAB
+from tests.runtime.block_forward import block_forward
 
 BLOCK = Block(size=4, mask_token=39)
 WIDTH = 3
@@ -35,23 +34,12 @@ def make_drafter(kv_pages: int = 64, layout: str = "eagle", **settings: Any) -> 
 def dense(text: list[int], layout: str) -> torch.Tensor:
     """Scores of the places behind a text, [BLOCK.size, VOCAB], by one dense forward with the mask written out."""
     head, runtime, tables = make_head(layout), make_runtime(make_head(layout)), make_tables()
-    layer, config = head.layers[0], head.config
     states = runtime.fuse(features_of(text, 0, len(text) - 1, len(head.taps)))
     masks = BLOCK.size - 1
     tokens = torch.tensor([*text[1:], *[BLOCK.mask_token] * masks])
     states = torch.cat([states, states[-1:].expand(masks, -1)])
     embedding = tables.embedding if head.embedding is None else head.embedding
-    taken, x = head.entry(embedding[tokens], states)
-    seen = torch.tril(torch.ones(len(tokens), len(tokens), dtype=torch.bool))
-    seen[len(text) - 1 :] = True
-    dim = config.hidden_size // config.num_attention_heads
-    rotation = LlamaRotaryEmbedding(config)(x[None], torch.arange(len(tokens))[None])
-    query, key, value = (
-        p(taken).unflatten(-1, (-1, dim)).transpose(0, 1)[None] for p in (layer.query, layer.key, layer.value)
-    )
-    query, key = apply_rotary_pos_emb(query, key, *rotation)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
-    read, _ = head.exit(head.feed_forward(layer, x, out[0].transpose(0, 1).flatten(1)))
+    read = block_forward(head, embedding[tokens], states, masks)
     lm_head = tables.lm_head if head.lm_head is None else head.lm_head
     logits = torch.full((BLOCK.size, VOCAB), -torch.inf)
     ids = list(range(VOCAB)) if head.target_ids is None else head.target_ids.tolist()

@@ -17,11 +17,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
+LAYOUTS = ("eagle", "eagle3", "mtp", "block")
+
+
 @pytest.fixture(scope="session")
 def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of heads for the deep target, by layout."""
     root = tmp_path_factory.mktemp("heads")
-    made = {layout: make_eagle(root / layout, models.deep_target, layout) for layout in ("eagle", "eagle3")}
+    made = {layout: make_eagle(root / layout, models.deep_target, layout) for layout in LAYOUTS}
     return made | {"medusa": make_medusa(root / "medusa", models.deep_target)}
 
 

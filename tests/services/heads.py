@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,22 +17,40 @@ from draftwood.runtime import heads_checkpoint
 from draftwood.runtime.heads import FINAL_NORM, EagleHead, MedusaHeads, TargetShape, dense_forward
 from draftwood.runtime.heads_checkpoint import load_heads
 from tests.runtime import head_checkpoints as checkpoints
+from tests.runtime.block_forward import block_forward
 
+BLOCK, MASK = 3, 1
 TEXTS, LENGTH, STEPS, AT_ONCE = 32, 96, 300, 2
 
 
 def make_eagle(folder: Path, target: Path, layout: str) -> Path:
-    """``layout``: "eagle" or "eagle3"; taps, sizes and tables are those of the target."""
+    """``layout``: "eagle", "eagle3", "mtp" or "block"; taps, sizes and tables are those of the target."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     shape = TargetShape.of(model.config)
-    config, tensors = checkpoints.eagle(shape) if layout == "eagle" else checkpoints.eagle3(shape, tokens=300)
+    make = {"eagle3": partial(checkpoints.eagle3, tokens=300), "mtp": checkpoints.mtp}.get(layout, checkpoints.eagle)
+    config, tensors = make(shape)
     tables = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
-    del tensors["embed_tokens.weight" if layout == "eagle" else "lm_head.weight"]
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors.pop(name, None)
+    if layout == "block":
+        config |= {"block_size": BLOCK, "mask_token_id": MASK}
+
+    def block_loss(head: Any, text: Tensor, final: Tensor) -> Tensor:
+        """Of the places behind an anchor somewhere in the text."""
+        length, masks = int(torch.randint(8, len(text) - BLOCK, ())), BLOCK - 1
+        tokens = torch.cat([text[1:length], torch.full((masks,), MASK)])
+        fused = torch.cat([final[: length - 1], final[length - 2].expand(masks, -1)])
+        read = block_forward(head, tables[0][tokens], fused, masks)[length - 2 :]
+        wanted = (final[length - 1 : length - 1 + BLOCK] @ tables[1].T).argmax(dim=-1)
+        return F.cross_entropy(read @ tables[1].T, wanted)
 
     def loss(head: Any, texts: Tensor, states: tuple[Tensor, ...]) -> Tensor:
         total = torch.zeros(())
         for k, text in enumerate(texts):
             taken = torch.cat([states[tap if tap != FINAL_NORM else -1][k, :-1] for tap in head.taps], dim=-1)
+            if layout == "block":
+                total = total + block_loss(head, text, states[-1][k])
+                continue
             read, handed = dense_forward(head, tables[0][text[1:]], head.fused(taken))
             ids = slice(None) if head.target_ids is None else torch.from_numpy(head.target_ids)
             wanted = (states[-1][k, 1:] @ tables[1][ids].T).argmax(dim=-1)

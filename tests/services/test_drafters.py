@@ -53,6 +53,8 @@ async def test_text_is_the_targets_whatever_draws(stack: Stack, method: str) -> 
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"kind": "eagle", "topology": "expand_rerank"},
     "eagle3": {"kind": "eagle"},
+    "mtp": {"kind": "mtp", "topology": "chain", "depth": 3},
+    "block": {"kind": "block"},
     "medusa": {"kind": "medusa"},
     "medusa_choices": {"kind": "medusa"} | METHODS["choices"],
 }
