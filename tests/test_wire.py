@@ -402,7 +402,7 @@ def test_commits_of_uneven_columns_are_refused(column: str) -> None:
     ids=["columns", "fewer", "longer", "none", "before-the-text"],
 )
 def test_commits_whose_features_do_not_fit_are_refused(change: Callable[[draft_pb2.Commits], None], field: str) -> None:
-    two = [SessionCommit(k, 2, 9, (5, 6), (3,), 64, feature_count=2, features=b"abcdef") for k in (1, 2)]
+    two = [SessionCommit(k, 2, 9, (5, 6), (3,), 64, feature_count=2, features=b"abcdefghij") for k in (1, 2)]
     message = wire.encode_commits(two)
     change(message)
     with pytest.raises(InvalidArgument) as caught:

@@ -20,7 +20,7 @@ from tests.runtime import head_checkpoints as checkpoints
 from tests.runtime.block_forward import block_forward
 
 BLOCK, MASK = 3, 1
-TEXTS, LENGTH, STEPS, AT_ONCE = 32, 96, 300, 2
+TEXTS, LENGTH, STEPS = 32, 96, 300
 
 
 def make_eagle(folder: Path, target: Path, layout: str) -> Path:
@@ -63,21 +63,20 @@ def make_eagle(folder: Path, target: Path, layout: str) -> Path:
 
 
 def make_medusa(folder: Path, target: Path) -> Path:
-    """Three heads with the target's LM head."""
+    """Three heads with LM heads of their own."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     shape, lm_head = TargetShape.of(model.config), model.lm_head.weight.detach()
     config, tensors = checkpoints.medusa(shape)
-    tensors = {name: t for name, t in tensors.items() if len(t) == shape.hidden_size}
 
     def loss(heads: Any, texts: Tensor, states: tuple[Tensor, ...]) -> Tensor:
         wanted = (states[-1] @ lm_head.T).argmax(dim=-1)
         total = torch.zeros(())
         for depth, head in enumerate(heads.heads, start=1):
-            logits = head.hidden(states[-1][:, :-depth]) @ lm_head.T
+            logits = head.hidden(states[-1][:, :-depth]) @ head.lm_head.T
             total = total + F.cross_entropy(logits.flatten(0, 1), wanted[:, depth:].flatten())
         return total
 
-    return _train(folder, config, tensors, model, shape, loss)
+    return _train(folder, config, tensors, model, shape, loss, at_once=TEXTS)
 
 
 def _train(
@@ -87,6 +86,7 @@ def _train(
     model: Any,
     shape: TargetShape,
     loss: Callable[[Any, Tensor, tuple[Tensor, ...]], Tensor],
+    at_once: int = 2,
 ) -> Path:
     """Trains the checkpoint's floating tensors on texts that the target samples, and saves them."""
     torch.manual_seed(3)
@@ -101,7 +101,7 @@ def _train(
         head: EagleHead | MedusaHeads = load_heads(str(folder), shape, torch.device("cpu"), torch.float32)
     optimizer = torch.optim.Adam([p for p in trained.values() if isinstance(p, nn.Parameter)], lr=1e-2)
     for step in range(STEPS):
-        some = [(AT_ONCE * step + k) % TEXTS for k in range(AT_ONCE)]
+        some = [(at_once * step + k) % TEXTS for k in range(at_once)]
         optimizer.zero_grad()
         loss(head, texts[some], tuple(s[some] for s in states)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
