@@ -20,7 +20,7 @@ from tests.runtime import head_checkpoints as checkpoints
 from tests.runtime.block_forward import block_forward
 
 BLOCK, MASK = 3, 1
-TEXTS, LENGTH, STEPS = 32, 96, 300
+TEXTS, LENGTH, STEPS = 32, 64, 120
 
 
 def make_eagle(folder: Path, target: Path, layout: str) -> Path:
