@@ -46,8 +46,9 @@ OF_TOPOLOGY = {
 }
 """Settings that only some topologies have a use for."""
 MOST_CHILDREN = 64
-HEAD_KINDS = ("eagle", "medusa")
+HEAD_KINDS = ("eagle", "mtp", "medusa", "block")
 """Kinds that work on the target's features (``draftwood.features``)."""
+MOST_MTP_DEPTH = 3
 PART_KINDS = ("lm", *HEAD_KINDS, "ngram", "suffix", "bridged")
 """Kinds that can be parts of kind merged."""
 PageTokens = Annotated[
@@ -140,11 +141,11 @@ class DraftSettings(ServerSettings):
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
     traces: Traces = ""
-    kind: Literal["lm", "eagle", "medusa", "ngram", "suffix", "bridged", "merged"] = Field(
+    kind: Literal["lm", "eagle", "mtp", "medusa", "block", "ngram", "suffix", "bridged", "merged"] = Field(
         "lm",
-        description="lm: small language model; eagle, medusa: heads on the target's hidden states; ngram: lookup in "
-        "the text itself; suffix: lookup in all texts written here; bridged: small language model of another "
-        "tokenizer; merged: several of them (`parts`)",
+        description="lm: small language model; eagle, mtp, medusa, block: heads on the target's hidden states; ngram: "
+        "lookup in the text itself; suffix: lookup in all texts written here; bridged: small language model of "
+        "another tokenizer; merged: several of them (`parts`)",
     )
     parts: Parts = []
     model: str = Field("demo", description='draft model or head: path, hub id, or "demo" (kind lm, 7.7 M parameters)')
@@ -167,7 +168,8 @@ class DraftSettings(ServerSettings):
     branching: list[Positive] = Field([], description="topology kary: children of each node, by depth")
     choices: list[list[int]] = Field([], description="topology choices: each node as the ranks on its path")
     step_ms: list[tuple[Positive, Annotated[float, Field(gt=0)]]] = Field(
-        [], description="topology sequoia: rows of a step and its milliseconds, two or more; empty: as the verifier tells"
+        [],
+        description="topology sequoia: rows of a step and its milliseconds, two or more; empty: as the verifier tells",
     )
     beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
     branch: Positive = Field(4, le=MOST_CHILDREN, description="children drawn per expanded node")
@@ -206,6 +208,9 @@ class DraftSettings(ServerSettings):
                 raise ValueError(
                     f"{shortest} is {getattr(self, shortest)}, the limit is {longest} = {getattr(self, longest)}"
                 )
+        if self.kind == "mtp" and (self.topology != "chain" or self.depth > MOST_MTP_DEPTH):
+            asked = f"topology {self.topology} of depth {self.depth}"
+            raise ValueError(f"kind mtp draws a chain of 1 to {MOST_MTP_DEPTH} nodes, got {asked}")
         rows = [at for at, _ in self.step_ms]
         if len(rows) == 1 or rows != sorted(set(rows)):
             raise ValueError(f"step_ms needs two points or more with rows ascending, got rows {rows}")

@@ -374,6 +374,8 @@ def test_sequoia_follows_the_step_time_that_the_verifier_tells() -> None:
         ({"branch": 65}, "less than or equal to 64"),
         ({"topology": "chain", "branch": 3}, "branch is of topology best_first or .* or sequoia, not of chain"),
         ({"branching": [2]}, "branching is of topology kary, not of best_first"),
+        ({"kind": "mtp"}, "kind mtp draws a chain of 1 to 3 nodes, got topology best_first of depth 8"),
+        ({"kind": "mtp", "topology": "chain", "depth": 4}, "1 to 3 nodes, got topology chain of depth 4"),
         ({"topology": "chain", "nodes_per_level": 3}, "nodes_per_level"),
         ({"ngram_min": 6}, "ngram_min is 6, the limit is ngram_max = 5"),
         ({"suffix_min": 17}, "suffix_min is 17, the limit is suffix_max = 16"),

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from draftwood import wire
 from draftwood.errors import BY_STATUS, DraftwoodError, Internal, InvalidArgument, NotFound, ResourceExhausted
+from draftwood.features import FeatureRequest
 from draftwood.tree import Proposal
 from draftwood.v1 import draft_pb2, tree_pb2
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionCommit, SessionGrowth
+from draftwood.wire import FeatureChunk, SessionCommit, SessionGrowth
 
 VOCAB = 49152
 MAX_NODES = 64
@@ -367,7 +368,10 @@ def test_decoding_64_nodes_is_fast() -> None:
 def commits(draw: st.DrawFn) -> SessionCommit:
     tokens = draw(st.lists(uint32, max_size=6))
     node_ids = draw(st.lists(uint32, max_size=len(tokens)))
-    return SessionCommit(draw(uint32), draw(uint32), draw(uint32), tuple(tokens), tuple(node_ids), draw(uint32))
+    length, count = draw(uint32), draw(st.integers(0, 3))
+    features = draw(st.binary(min_size=4 * count, max_size=4 * count)) if count < length else b""
+    told = (len(features) // 4, features)
+    return SessionCommit(draw(uint32), draw(uint32), length, tuple(tokens), tuple(node_ids), draw(uint32), *told)
 
 
 @given(st.lists(commits(), max_size=5))
@@ -384,6 +388,33 @@ def test_commits_of_uneven_columns_are_refused(column: str) -> None:
         wire.decode_commits(message)
     assert caught.value.reason == "TREE_LENGTH_MISMATCH"
     assert caught.value.field == f"commits.{'epoch' if column == 'handle' else column}"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda m: m.feature_count.append(0), "feature_count"),
+        (lambda m: m.feature_count.__setitem__(0, 1), "features"),
+        (lambda m: setattr(m, "features", m.features + b"\0"), "features"),
+        (lambda m: setattr(m, "features", b""), "features"),
+        (lambda m: m.length.__setitem__(1, 1), "feature_count[1]"),
+    ],
+    ids=["columns", "fewer", "longer", "none", "before-the-text"],
+)
+def test_commits_whose_features_do_not_fit_are_refused(change: Callable[[draft_pb2.Commits], None], field: str) -> None:
+    two = [SessionCommit(k, 2, 9, (5, 6), (3,), 64, feature_count=2, features=b"abcdefghij") for k in (1, 2)]
+    message = wire.encode_commits(two)
+    change(message)
+    with pytest.raises(InvalidArgument) as caught:
+        wire.decode_commits(message)
+    assert (caught.value.reason, caught.value.field) == ("TREE_LENGTH_MISMATCH", f"commits.{field}")
+
+
+def test_a_request_and_a_chunk_of_features_round_trip() -> None:
+    request, chunk = FeatureRequest((2, 0, 7), 576, "target"), FeatureChunk(3, 40, 2, b"abcd")
+    asked = draft_pb2.FeatureRequest.FromString(wire.feature_request_to_proto(request).SerializeToString())
+    sent = draft_pb2.FeatureChunk.FromString(wire.encode_chunk(chunk).SerializeToString())
+    assert (wire.feature_request_from_proto(asked), wire.decode_chunk(sent)) == (request, chunk)
 
 
 def test_commit_cannot_accept_more_nodes_than_tokens() -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from draft_service.drafter import Drafter, Key, SessionCommitted, SessionStart, StepMs
 from draftwood import tree as tt
+from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.spelling import WINDOW, Speller, split_character
 from draftwood.tree import TokenTree
@@ -63,6 +64,7 @@ class BridgedDrafter:
     """Drafts with a drafter of another vocabulary."""
 
     kind = "bridged"
+    features: FeatureRequest | None = None
     rules: tuple[Rule, ...] = ()  # what the target's tokens were sampled from cannot be said
 
     def __init__(
@@ -94,6 +96,10 @@ class BridgedDrafter:
         taken, count = committed.tokens, len(committed.tokens)
         session.sent = {p[count:]: i for p, i in session.sent.items() if len(p) > count and p[:count] == taken}
         self._tell(key, session, taken)
+
+    def feed(self, key: Key, first: int, features: Features) -> None:
+        """Never called."""
+        raise AssertionError("no features have been asked for")
 
     def close(self, key: Key) -> None:
         if self._sessions.pop(key, None):

@@ -62,9 +62,7 @@ class EagleSession(LmSession):
 
 
 class EagleDrafter(LevelDrafter):
-    """Drafts with an ``EagleHead``."""
-
-    kind = "eagle"
+    """Drafts with an ``EagleHead``, of which an MTP module is one."""
 
     def __init__(
         self,
@@ -76,6 +74,7 @@ class EagleDrafter(LevelDrafter):
     ) -> None:
         """``features`` are those that the head works on."""
         super().__init__(runtime, settings, model, vocabulary)
+        self.kind = settings.kind
         self._head = runtime
         self.features = features
 

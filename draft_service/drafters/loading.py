@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from draft_service.drafters.block import BlockDrafter
 from draft_service.drafters.bridged import BridgedDrafter
 from draft_service.drafters.eagle import EagleDrafter
 from draft_service.drafters.lm import LmDrafter
@@ -14,7 +15,7 @@ from draft_service.drafters.medusa import MedusaDrafter
 from draftwood.config import DraftSettings
 from draftwood.errors import FailedPrecondition
 from draftwood.runtime.demo_model import DEMO, DRAFT_NAME, demo_draft, demo_target
-from draftwood.runtime.head_runtime import HeadRuntime, MedusaRuntime, TargetTables, feature_request
+from draftwood.runtime.head_runtime import Block, HeadRuntime, MedusaRuntime, TargetTables, feature_request
 from draftwood.runtime.heads import MedusaHeads, TargetShape
 from draftwood.runtime.heads_checkpoint import load_heads
 from draftwood.runtime.model import ModelRuntime, load_model, resolve_device, resolve_dtype
@@ -56,7 +57,7 @@ def _draft_tokenizer(settings: DraftSettings) -> str | Path:
     return settings.tokenizer or (demo_target() if settings.model == DEMO else settings.model)
 
 
-def load_head_drafter(settings: DraftSettings) -> EagleDrafter | MedusaDrafter:
+def load_head_drafter(settings: DraftSettings) -> EagleDrafter | MedusaDrafter | BlockDrafter:
     """The drafter, warm; raises NotFound MODEL_UNKNOWN if there are no such heads or no such target, FailedPrecondition
     MODEL_UNSUPPORTED for heads that cannot be used, do not fit their target or are of another kind.
     """
@@ -77,6 +78,8 @@ def load_head_drafter(settings: DraftSettings) -> EagleDrafter | MedusaDrafter:
     if isinstance(heads, MedusaHeads):
         return MedusaDrafter(MedusaRuntime(heads, tables), settings, name, vocabulary, request)
     runtime = HeadRuntime(heads, tables, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
+    if settings.kind == "block":
+        return BlockDrafter(runtime, Block.load(settings.model, shape.vocab_size), settings, name, vocabulary, request)
     drafter = EagleDrafter(runtime, settings, name, vocabulary, request)
     drafter.warm_up()
     return drafter

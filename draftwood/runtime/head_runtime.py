@@ -190,8 +190,31 @@ def _projection(*parts: Affine) -> Projection:
     return Projection(*linears)
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What the configuration of a head that fills blocks says beyond that of EAGLE: ``block_size`` and
+    ``mask_token_id``."""
+
+    size: int  # places, the anchor's own guess included
+    mask_token: int
+
+    @classmethod
+    def load(cls, path: str, target_size: int) -> Block:
+        """Of a folder or hub id whose heads have been loaded; raises FailedPrecondition MODEL_UNSUPPORTED."""
+        config = json.loads(Path(str(cached_file(path, "config.json"))).read_text())
+        size, mask = config.get("block_size"), config.get("mask_token_id")
+        if not isinstance(size, int) or size < 2:
+            raise FailedPrecondition("MODEL_UNSUPPORTED", f"{path!r}: block_size is {size!r}, at least 2 is needed")
+        if not isinstance(mask, int) or not 0 <= mask < target_size:
+            why = f"{path!r}: mask_token_id is {mask!r}, the target has {target_size} tokens"
+            raise FailedPrecondition("MODEL_UNSUPPORTED", why)
+        return cls(size, mask)
+
+
 class MedusaRuntime:
     """``MedusaHeads``, ready to guess. One thread only."""
+
+    reduced: ReducedVocabulary | None = None
 
     def __init__(self, heads: MedusaHeads, tables: TargetTables) -> None:
         self.device, self.dtype = tables.lm_head.device, tables.lm_head.dtype

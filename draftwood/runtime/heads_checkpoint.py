@@ -12,6 +12,9 @@ EAGLE-3      The same with ``draft_vocab_size`` or ``midlayer``; ``fc`` over thr
              ``lm_head``. The features are those behind 2, half of all, and all but 3 of the target's layers, unless
              ``eagle_config.eagle_aux_hidden_state_layer_ids`` names the layers, counted from 0, whose output they are
              (as SGLang reads it). An ``lm_head`` that is left out is those rows of the target's.
+MTP          ``num_nextn_predict_layers``, in the target's own checkpoint: ``model.mtp_layers.0``, a layer of Qwen2
+             (MiMo). ``input_proj`` takes the normed feature, behind the target's final norm, before the normed
+             embedding; what ``final_layernorm`` puts out is handed down.
 speculators  ``speculators_model_type`` "eagle" or "eagle3"; the configuration of the layers is
              ``transformer_layer_config``. ``eagle_aux_hidden_state_layer_ids`` counts the layers before the feature
              (as vLLM reads it).
@@ -66,6 +69,7 @@ SHAPE_FIELDS = (
 """What is taken of a layer's configuration."""
 
 SPECULATORS_NAMES = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+MTP_MODULE = "model.mtp_layers.0."
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 """Tensors that follow from the configuration."""
 
@@ -82,6 +86,8 @@ def load_heads(path: str, target: TargetShape, device: torch.device, dtype: torc
     heads: MedusaHeads | EagleHead
     if kind is not None or "speculators_config" in config:
         heads = _speculators(kind, config, tensors, target)
+    elif "num_nextn_predict_layers" in config:
+        heads = _mtp(config, tensors, target)
     elif "medusa_num_heads" in config:
         heads = _medusa(config, tensors, target)
     elif "draft_vocab_size" in config or tensors.any("midlayer."):
@@ -89,7 +95,7 @@ def load_heads(path: str, target: TargetShape, device: torch.device, dtype: torc
     elif tensors.any("fc."):
         heads = _eagle(config, tensors, target)
     else:
-        raise _unsupported(f"{path}: no layout of draft heads that is known (Medusa, EAGLE, EAGLE-3, speculators)")
+        raise _unsupported(f"{path}: no layout of draft heads that is known (Medusa, EAGLE, EAGLE-3, MTP, speculators)")
     tensors.check_all_taken()
     return heads
 
@@ -152,6 +158,10 @@ class _Tensors:
         """Replaces prefixes of names."""
         for old, new in prefixes.items():
             self._left = {new + k.removeprefix(old) if k.startswith(old) else k: v for k, v in self._left.items()}
+
+    def keep(self, prefix: str) -> None:
+        """Leaves out all others, and the prefix."""
+        self._left = {k.removeprefix(prefix): v for k, v in self._left.items() if k.startswith(prefix)}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that must be there."""
@@ -273,6 +283,30 @@ def _eagle3(
         target_ids=target_ids,
         residual_normed=bool(config.get("norm_before_residual", False)),
         hands_down_normed=bool(config.get("norm_output", False)),
+    )
+
+
+def _mtp(config: Mapping[str, Any], tensors: _Tensors, target: TargetShape) -> EagleHead:
+    """The first module; the rest of the checkpoint is the target's."""
+    tensors.keep(MTP_MODULE)
+    tensors.rename({"self_attn.": "layers.0.self_attn.", "mlp.": "layers.0.mlp."})
+    tensors.rename({f"{name}_layernorm.": f"layers.0.{name}_layernorm." for name in ("input", "post_attention")})
+    shape, size = _shape({**config, "model_type": "qwen2", "num_hidden_layers": 1}, target), target.hidden_size
+    project = tensors.affine("input_proj", size, 2 * size)
+    return EagleHead(
+        config=shape,
+        taps=(FINAL_NORM,),
+        embedding=None,
+        embedding_norm=tensors.take("token_layernorm.weight", size),
+        feature_norm=tensors.take("hidden_layernorm.weight", size),
+        fuse_norm=None,
+        fuse=None,
+        fc=Affine(project.weight.roll(size, 1), project.bias),  # the embedding first
+        layers=_layers(shape, tensors, size),
+        norm=tensors.take("final_layernorm.weight", size),
+        lm_head=None,
+        target_ids=None,
+        hands_down_normed=True,
     )
 
 

@@ -24,6 +24,7 @@ from draftwood.runtime.model import ModelRuntime
 from draftwood.runtime.spelling import Speller
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import SessionGrowth
+from tests.draft_service.test_block import make_drafter as make_block
 from tests.draft_service.test_eagle import features_of, make_head, make_tables, request_of
 from tests.draft_service.test_eagle import make_drafter as make_eagle
 from tests.draft_service.test_lm import CONTEXT, GREEDY, SAMPLED, VOCAB, Oracle, make_runtime
@@ -43,6 +44,8 @@ LM: dict[str, dict[str, Any]] = {
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"kind": "eagle", "topology": "expand_rerank"},
     "eagle3": {"kind": "eagle", "topology": "best_first"},
+    "mtp": {"kind": "mtp", "topology": "chain", "depth": 3},
+    "block": {"kind": "block", "topology": "best_first"},
     "medusa": {"kind": "medusa", "topology": "best_first"},
     "medusa_choices": {"kind": "medusa"} | LM["choices"] | {"topology": "choices"},
 }
@@ -54,6 +57,7 @@ MERGED = {
 }  # fmt: skip
 BY_IDS_ALONE = {"ngram", "suffix", "bridged", "merged_eagle", *HEADS}
 """These cannot sample for the rejection rule."""
+WITHOUT_PAGES = {"ngram", "suffix", "medusa", "medusa_choices"}
 BASE: dict[str, Any] = {
     "depth": 4, "beam": 3, "max_nodes": 25, "page_tokens": 16, "min_level_survival": 0.01,
     "ngram_min": 1, "suffix_min": 1,
@@ -78,15 +82,21 @@ def make(method: str, runtime: ModelRuntime, **settings: Any) -> Drafter:
     if method in ("ngram", "suffix"):
         chosen = DraftSettings(**(BASE | {"kind": method} | settings))
         return NgramDrafter(chosen) if method == "ngram" else SuffixDrafter(chosen)
-    if method.startswith("medusa"):
-        return make_medusa(**(BASE | HEADS[method] | settings))
     if method in HEADS:
-        head = make_head(method)
-        own = HeadRuntime(head, make_tables(), kv_pages=runtime.pool.total, page_tokens=16)
-        return make_eagle(own, request_of(head), **(BASE | HEADS[method] | settings))
+        return make_on_features(method, runtime.pool.total, **(BASE | HEADS[method] | settings))
     chosen = DraftSettings(**(BASE | {"topology": method} | LM[method] | settings))
     vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
     return LmDrafter(runtime, chosen, "tiny", vocabulary, random=np.random.default_rng(5))
+
+
+def make_on_features(method: str, kv_pages: int, **settings: Any) -> Drafter:
+    if method.startswith("medusa"):
+        return make_medusa(**settings)
+    if method == "block":
+        return make_block(kv_pages, **settings)
+    head = make_head(method)
+    own = HeadRuntime(head, make_tables(), kv_pages=kv_pages, page_tokens=16)
+    return make_eagle(own, request_of(head), **settings)
 
 
 @pytest.fixture
@@ -218,7 +228,7 @@ def test_growth_is_well_formed_through_commits_within_and_outside_the_tree(
             work_until_idle(drafter, [follower])
             follower.budget = rnd.choice([0, 1, 2, 7, 20, 60])
             follower.commit(random_commit(rnd, follower, oracle))
-        assert follower.last_id > (10 if method in ("chain", "ngram", "suffix") else 40)
+        assert follower.last_id > (10 if method in ("chain", "mtp", "ngram", "suffix") else 40)
         drafter.close(follower.key)
         assert not drafter.wants_work()
 
@@ -336,7 +346,7 @@ def test_context_that_is_full_ends_the_drawing(method: str, runtime: ModelRuntim
     drafter.close(follower.key)
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("ngram", "suffix")])
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in WITHOUT_PAGES])
 def test_full_page_pool_costs_guesses_and_nothing_else(method: str, oracle: Oracle) -> None:
     small = make_runtime(kv_pages=3)
     drafter = make(method, small)

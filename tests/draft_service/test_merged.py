@@ -12,7 +12,8 @@ from draft_service.drafter import Drafter
 from draft_service.drafters.merged import MergedDrafter
 from draft_service.drafters.ngram import NgramDrafter
 from draftwood.config import DraftSettings
-from draftwood.errors import FailedPrecondition
+from draftwood.errors import FailedPrecondition, InvalidArgument
+from draftwood.features import FINAL, FeatureRequest
 from draftwood.parameters import Rule
 from draftwood.runtime.model import ModelRuntime
 from draftwood.vocabulary import Vocabulary
@@ -97,3 +98,11 @@ def test_what_no_part_can_do_is_not_offered_and_vocabularies_must_agree(runtime:
     other.vocabulary = Vocabulary(("x", *one.vocabulary.tokens[1:]), frozenset(), one.vocabulary.vocab_size)
     with pytest.raises(FailedPrecondition, match="tokens differ"):
         MergedDrafter([one, lookup, other])
+
+
+def test_parts_that_work_on_features_are_fed_and_must_agree_on_them(runtime: ModelRuntime) -> None:
+    merged = make("merged_eagle", runtime)
+    assert merged.features == FeatureRequest((FINAL,), 32)
+    with pytest.raises(InvalidArgument, match="different features") as caught:
+        MergedDrafter([make("eagle", runtime), make("eagle3", runtime)])
+    assert (caught.value.reason, caught.value.field) == ("CONFIG", "parts")

@@ -122,6 +122,21 @@ def eagle3(target: TargetShape, tokens: int, size: int | None = None) -> tuple[d
     return config, random_weights(shapes) | vocabulary(tokens, target)
 
 
+def mtp(target: TargetShape) -> tuple[dict[str, Any], Tensors]:
+    """MiMo's module in the target's own checkpoint, of which one other tensor is there."""
+    size, module = target.hidden_size, "model.mtp_layers.0"
+    norms = ("token", "hidden", "input", "final")
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"{module}.{name}_layernorm.weight": (size,) for name in norms},
+        f"{module}.input_proj.weight": (size, 2 * size),
+        **layer_shapes(module, size, size),
+        **{f"{module}.self_attn.{name}_proj.bias": (size // (1 if name == "q" else 2),) for name in "qkv"},
+        "model.norm.weight": (size,),
+    }
+    config = layer_config(size, target) | {"model_type": "mimo", "num_hidden_layers": 8, "num_nextn_predict_layers": 1}
+    return config, random_weights(shapes)
+
+
 def speculators_eagle(target: TargetShape) -> tuple[dict[str, Any], Tensors]:
     """EAGLE-1 as the library speculators writes it."""
     layer, tensors = eagle(target)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.services.heads import make_eagle, make_medusa
 from tests.services.models import Models, make_models
@@ -17,12 +18,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
+LAYOUTS = ("eagle", "eagle3", "mtp", "block")
+
+
 @pytest.fixture(scope="session")
 def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of heads for the deep target, by layout."""
-    root = tmp_path_factory.mktemp("heads")
-    made = {layout: make_eagle(root / layout, models.deep_target, layout) for layout in ("eagle", "eagle3")}
-    return made | {"medusa": make_medusa(root / "medusa", models.deep_target)}
+    root, threads = tmp_path_factory.mktemp("heads"), torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny models: a second one only waits
+    made = {layout: make_eagle(root / layout, models.deep_target, layout) for layout in LAYOUTS}
+    made["medusa"] = make_medusa(root / "medusa", models.deep_target)
+    torch.set_num_threads(threads)
+    return made
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -14,11 +16,21 @@ from transformers import AutoModelForCausalLM
 
 from draftwood.errors import FailedPrecondition
 from draftwood.features import FINAL, FeatureRequest, Features
+from draftwood.rpc.status import from_rpc_error
 from draftwood.telemetry import METRICS
-from draftwood.v1 import draft_pb2
+from draftwood.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2
 from draftwood.wire import feature_request_to_proto
-from tests.services.stack import Stack, slow_down, tokens_of, verifier_request, verifier_stub
-from tests.services.wire import HandDraft
+from tests.services.stack import (
+    Stack,
+    attach_request,
+    engine_of,
+    slow_down,
+    tokens_of,
+    until,
+    verifier_request,
+    verifier_stub,
+)
+from tests.services.wire import HandDraft, ScriptedVerifier
 from verifier_service import features, speculation
 from verifier_service.server import VerifierServer
 
@@ -157,6 +169,45 @@ async def test_much_is_cut_into_chunks_and_messages(stack: Stack, monkeypatch: p
     told = [[chunk.count for chunk in message.features] for message in listener.hand.heard]
     assert max(count for counts in told for count in counts) == 5
     assert sum(bool(counts) for counts in told) > 4 and max(map(sum, told)) <= 10
+
+
+async def test_whoever_sleeps_is_told_with_the_commit_that_wakes_it(stack: Stack) -> None:
+    """Capped to plain decoding for a while, no nodes are wanted; ``listen`` checks that nothing was missed."""
+    verifier = await stack.verifier(features=[FINAL], canary=False)
+    stub = verifier_stub(await stack.channel(verifier))
+
+    async def nap() -> None:
+        sessions = engine_of(verifier).sessions
+        await until(lambda: "s" in sessions and bool(sessions["s"].drafts) and sessions["s"].generated > 4)
+        await stub.SetPolicy(verifier_pb2.VerifierServiceSetPolicyRequest(policy={"max_session_nodes": 0}))
+        await until(lambda: sessions["s"].generated > 20)
+        await stub.SetPolicy(verifier_pb2.VerifierServiceSetPolicyRequest())
+
+    napping = asyncio.create_task(nap())
+    listener = await listen(stack, verifier, ONE, slow_s=0.02)
+    await napping
+    counts = [count for message in listener.hand.heard for count in message.commits.feature_count]
+    assert max(counts) > 8, "more than a step can bring"
+
+
+async def test_features_of_another_size_end_the_drafts_stream(stack: Stack, heads: dict[str, Path]) -> None:
+    async def lying(requests: AsyncIterator[Any]) -> AsyncGenerator[draft_pb2.SpeculateResponse, None]:
+        hello = (await anext(requests)).hello
+        assert list(hello.draft.features.layers) == [FINAL] and hello.draft.features.hidden_size == HIDDEN
+        tokenizer = hello.draft.tokenizer
+        yield draft_pb2.SpeculateResponse(welcome=draft_pb2.Welcome(protocol_version=1, tokenizer=tokenizer))
+        await anext(requests)
+        chunk = draft_pb2.FeatureChunk(handle=1, first=0, count=2, data=b"\0" * 100)
+        yield draft_pb2.SpeculateResponse(features=[chunk])
+        await asyncio.sleep(30)
+
+    verifier = await stack.start(ScriptedVerifier(lying))
+    draft = await stack.draft(kind="eagle", model=str(heads["eagle"]), target=str(stack.models.deep_target))
+    worker: Any = draft_pb2_grpc.DraftServiceStub(await stack.channel(draft))
+    with pytest.raises(grpc.RpcError) as caught:
+        await worker.Attach(attach_request(draft, "s", b"t", verifier.address), timeout=5)
+    reason = from_rpc_error(caught.value)
+    assert (reason.reason, reason.field) == ("FEATURES", "features.data")
 
 
 @pytest.mark.parametrize(
