@@ -323,8 +323,29 @@ P = TypeVar("P", VerifierPool, DraftPool)
 
 
 class RouterSection(_Section):
+    """One router, or several side by side that all workers register with."""
+
+    count: Positive = Field(
+        1, description="routers; the second listens on the port after the first's, and so on; port 0: any free ones"
+    )
     actor: ActorSettings = ActorSettings()
     settings: RouterSettings = Field(default_factory=RouterSettings)
+
+    @model_validator(mode="after")
+    def _ports_are_ports(self) -> RouterSection:
+        self.each()
+        return self
+
+    def each(self) -> list[RouterSettings]:
+        """Settings of each router. Raises ValueError if the last one's port is none."""
+        host, _, port = self.settings.listen.rpartition(":")
+        if self.count == 1 or port == "0" or not port.isdecimal():
+            return [self.settings] * self.count
+        last = int(port) + self.count - 1
+        if last >= 2**16:
+            raise ValueError(f"count is {self.count} from port {port} on, but the last port is {2**16 - 1}")
+        ports = range(int(port), last + 1)
+        return [self.settings.model_copy(update={"listen": f"{host}:{each}"}) for each in ports]
 
 
 class RaySettings(_Section):
