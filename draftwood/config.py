@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from draftwood.errors import InvalidArgument
@@ -37,6 +46,8 @@ OF_TOPOLOGY = {
 }
 """Settings that only some topologies have a use for."""
 MOST_CHILDREN = 64
+PageTokens = Annotated[Literal[16, 32, 64], BeforeValidator(lambda v: int(v) if str(v).isdecimal() else v)]
+"""Of a variable or the command line comes a text."""
 Threads = Annotated[int, Field(ge=0, description="CPU threads of one forward; 0: as many as there are cores")]
 
 
@@ -81,7 +92,7 @@ class VerifierSettings(ServerSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
-    page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds; also the kernel's key tile")
+    page_tokens: PageTokens = Field(64, description="tokens a KV page holds; also the kernel's key tile")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     prefix_cache: bool = Field(True, description="texts that begin alike share the full pages of their beginning")
     max_sessions: Positive = Field(64, description="sessions that may run at once")
@@ -131,7 +142,7 @@ class DraftSettings(ServerSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
-    page_tokens: Literal[16, 32, 64] = Field(64, description="tokens a KV page holds")
+    page_tokens: PageTokens = Field(64, description="tokens a KV page holds")
     kv_pages: Positive = Field(512, description="pages of the KV cache")
     max_sessions: Positive = Field(64, description="sessions that may be attached at once")
     max_nodes: Positive = Field(64, description="nodes of one round", le=255)
@@ -244,6 +255,9 @@ class RouterSettings(ServerSettings):
     max_requests: Positive = Field(256, description="requests served at once; one for n texts counts n times")
     max_choices: Positive = Field(16, description="most texts that one request may ask for (n)")
     reconnect_s: float = Field(0.5, gt=0, description="seconds between two attempts to reach a lost worker")
+    lease_s: float = Field(
+        15.0, gt=0, description="silence after which a worker counts as lost; workers tell their load every second"
+    )
     migrate_wait_s: float = Field(30.0, ge=0, description="longest wait for a verifier when a session's own has died")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between two messages of WatchStatus")
     clients: File | None = Field(None, description="file of clients: their tokens' hashes and their limits")
