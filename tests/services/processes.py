@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -66,7 +66,7 @@ class Processes:
         self.services: list[Service] = []
 
     def start(self, role: str, **settings: Any) -> Service:
-        """Returns at once; see ``Fleet.settled``."""
+        """Returns at once; see ``settled_at``."""
         address = f"127.0.0.1:{free_port()}"
         values = {"listen": address, **settings}
         environment = {f"DRAFTWOOD_{role.upper()}_{name.upper()}": _text(value) for name, value in values.items()}
@@ -125,19 +125,19 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-async def status_of(router: Service) -> ClusterState | None:
+async def status_at(router: str) -> ClusterState | None:
     """None if it does not answer."""
-    async with DraftwoodClient(router.address) as client:
+    async with DraftwoodClient(router) as client:
         with suppress(DraftwoodError):
             return await client.status()
     return None
 
 
-async def settled(routers: list[Service], holds: Callable[[ClusterState], bool] | None = None) -> None:
-    """Until each router says that all its workers are ready, and what else is asked for."""
+async def settled_at(*routers: str) -> None:
+    """Until the router at each address says that all its workers are ready."""
     async with asyncio.timeout(START_TIMEOUT_S):
         for router in routers:
-            while not ((state := await status_of(router)) and all_ready(state) and (not holds or holds(state))):
+            while not ((state := await status_at(router)) and all_ready(state)):
                 await asyncio.sleep(0.05)
 
 

@@ -183,9 +183,11 @@ async def storm(stack: Stack, *, slow_draft: bool) -> Storm:
         slow_rounds(drafts[0])
     router = await stack.router(verifiers, drafts)
     made = Storm(verifiers, drafts, router, await stack.client(router))
-    async for _ in made.client.generate("The sky is", max_tokens=4):
-        pass  # streams are opened once
+    while sum(len(verifier._links) for verifier in verifiers) < len(verifiers) * len(drafts):
+        await made.batch("decoding")  # each draft worker opens a stream to each verifier, once
     await asyncio.sleep(0.3)
+    made.left.clear()
+    made.baselines_s.clear()
     made.tasks = len(asyncio.all_tasks())
     return made
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from draftwood.client import ClusterState, DraftwoodClient
 from tests.services.models import Models
-from tests.services.processes import Processes, Service, Sessions, all_ready, settled, status_of, stopped
+from tests.services.processes import Processes, Service, Sessions, all_ready, settled_at, status_at, stopped
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "verifier": {
@@ -62,7 +62,7 @@ class Fleet:
 
     async def settled(self) -> None:
         """All are ready, in the eyes of each router."""
-        await settled(self.routers)
+        await settled_at(*(each.address for each in self.routers))
 
     async def replaced(self, service: Service) -> float:
         """Seconds until a process in place of one that has ended is ready."""
@@ -73,13 +73,13 @@ class Fleet:
 
     async def counted(self) -> tuple[int, int]:
         """Migrations and reattachments that the routers have made since their start."""
-        states = [state for router in self.routers if (state := await status_of(router))]
+        states = [state for router in self.routers if (state := await status_at(router.address))]
         return sum(s.verifier_migrations for s in states), sum(s.draft_reattachments for s in states)
 
     async def idle(self, timeout_s: float = 5.0) -> None:
         """No session, no page and no attachment is left anywhere."""
         async with asyncio.timeout(timeout_s):
-            while busy := [state for router in self.routers if not idle(state := await status_of(router))]:
+            while busy := [state for router in self.routers if not idle(state := await status_at(router.address))]:
                 await asyncio.sleep(0.05)
         assert not busy
 

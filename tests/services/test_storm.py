@@ -25,7 +25,7 @@ async def test_bug_20_whoever_leaves_in_whatever_state_leaves_nothing_behind(sta
         assert text.tokens == plain.tokens
 
 
-async def test_a_cancel_of_what_is_not_known_changes_nothing(stack: Stack) -> None:
+async def test_bug_20_a_cancel_of_what_is_not_known_changes_nothing(stack: Stack) -> None:
     """Nor does a second one; a session of that name can be had afterwards."""
     cluster = await stack.cluster()
     engine, worker = cluster.engine, cluster.verifier._worker
