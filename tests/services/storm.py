@@ -27,7 +27,7 @@ BATCH = 16
 RUNNING = 6
 """Sessions that a verifier runs at once, so that some of a batch are queued."""
 TOKENS = 120
-LONG_PROMPT = [5, 9, 13] * 100
+LONG_TOKENS = 300
 STEP_S = 0.002
 ROUND_S = 0.2
 """Of the slow draft worker; a step waits for it up to DRAFT_WAIT_S."""
@@ -50,9 +50,7 @@ class Storm:
 
     async def batch(self, state: str) -> None:
         """So many requests are brought into the state and left; returns when nothing is left of them."""
-        prompt = LONG_PROMPT if state == "prefill" else "The sky is"
-        reached = [asyncio.Event() for _ in range(BATCH)]
-        clients = [asyncio.create_task(self._ask(state, prompt, event)) for event in reached]
+        clients = [asyncio.create_task(self._ask(state)) for _ in range(BATCH)]
         await REACHED[state](self)
         if state != "finished":
             for client in clients:
@@ -91,9 +89,12 @@ class Storm:
     def engines(self) -> list[Engine]:
         return [engine_of(verifier) for verifier in self.verifiers]
 
-    async def _ask(self, state: str, prompt: Any, reached: asyncio.Event) -> None:
+    async def _ask(self, state: str) -> None:
         """Asks for a text; leaves by itself, before or after the last word, if the state is the end."""
         seed = self.rng.getrandbits(32)
+        prompt: Any = "The sky is"
+        if state == "prefill":  # long, and no other has computed its beginning
+            prompt = [self.rng.randrange(5, 300) for _ in range(LONG_TOKENS)]
         options: dict[str, Any] = {"max_tokens": 20 if state == "finished" else TOKENS, "seed": seed}
         heard = 0
         async with aclosing(self.client.generate(prompt, temperature=0.9, ignore_eos=True, **options)) as events:
@@ -116,7 +117,7 @@ class Storm:
         self.left["decoding"] += self._count(self._decoding)
 
     async def prefill(self) -> None:
-        await until(lambda: self._count(self._reading) > 0)
+        await until(lambda: self._count(self._reading) >= RUNNING)
         self.left["prefill"] += self._count(self._reading)
 
     async def decoding(self) -> None:
@@ -151,7 +152,7 @@ class Storm:
 
     @staticmethod
     def _reading(engine: Engine) -> int:
-        return sum(0 < session.cached < len(LONG_PROMPT) - 1 for session in tuple(engine.sessions.values()))
+        return sum(not session.decoding for session in tuple(engine.sessions.values()))
 
     @staticmethod
     def _decoding(engine: Engine) -> int:

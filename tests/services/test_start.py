@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import re
 import subprocess
@@ -54,8 +53,9 @@ async def imported(*names: str) -> str:
 
 
 async def test_bug_43_libraries_may_be_imported_in_any_order() -> None:
-    """gRPC, protobuf and Ray in each order, before our modules and after them; torch first and last."""
-    orders = [(*order, *ROLES["router"], *ROLES["draft"]) for order in itertools.permutations(TRANSPORT)]
+    """gRPC, protobuf and Ray each first and last, before our modules and after them; torch first and last."""
+    rotated = [TRANSPORT[k:] + TRANSPORT[:k] for k in range(len(TRANSPORT))]
+    orders = [(*order, *ROLES["router"], *ROLES["draft"]) for order in rotated]
     orders.append((*ROLES["draft"], *ROLES["router"], *TRANSPORT))
     orders += [("torch", *TRANSPORT, *ROLES["verifier"]), (*TRANSPORT, *ROLES["verifier"], "torch")]
     at_once = asyncio.Semaphore(2)
