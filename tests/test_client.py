@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -478,3 +479,19 @@ async def test_a_client_needs_a_router_and_begins_with_any() -> None:
         async with DraftwoodClient("127.0.0.1:1", "127.0.0.1:2") as client:
             begun.add(client._lines.current.address)
     assert len(begun) == 2
+
+
+async def test_a_router_that_does_not_answer_is_left_for_another() -> None:
+    """One whose host takes connections and says nothing, as a process that hangs does."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        server, router = RpcServer(), StubRouter()
+        server.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], router)
+        addresses = (f"127.0.0.1:{silent.getsockname()[1]}", await server.start("127.0.0.1:0"))
+        async with DraftwoodClient(*addresses) as client:
+            client._lines._at = 0
+            begun = time.monotonic()
+            assert tokens_of(await collect(client, seed=4)) == scripted_text(4, 12)
+            assert time.monotonic() - begun < 8
+        await server.stop(0.0)

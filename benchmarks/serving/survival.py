@@ -8,7 +8,8 @@ A *gap* is the time between two chunks of one text as its client sees them, the 
 between: the longest of each session within 1.5 s of each kill. What plain decoding needs is in it. Restarted processes
 start on the same two cores meanwhile; they are forked with their libraries loaded, so a restart is shorter than usual.
 
-    python benchmarks/serving/survival.py [--drafts] [--verifiers] [--routers] [--hangs] [--drains] [--cancels]
+    python benchmarks/serving/survival.py [--drafts] [--verifiers] [--routers] [--hangs] [--drains]
+                                           [--cancels] [--controllers]
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import argparse
 import asyncio
 import datetime
 import json
+import os
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +34,30 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from results import FOLDER, Check, commit, write
 
+from draftwood.client import DraftwoodClient
+from draftwood.config import (
+    ClusterConfig,
+    DraftPool,
+    DraftSettings,
+    RouterSection,
+    RouterSettings,
+    VerifierPool,
+    VerifierSettings,
+)
+from draftwood.errors import Unavailable
+from router.cluster import Cluster
+from router.pools import import_ray
 from tests.services import survival
 from tests.services.models import Models, make_models
+from tests.services.processes import Sessions
 from tests.services.stack import Stack
 from tests.services.storm import STATES, Storm, storm
 from tests.services.survival import Fleet, Seen, all_killed, connected, drained, hung, killed, percentile
 
-SESSIONS = 16
 DRAFT_KILLS, VERIFIER_KILLS, ROUTER_KILLS = 100, 30, 20
 TERMS = 20
+CONTROLLER_KILLS = 5
+START_TIMEOUT_S = 120.0
 CANCELS = 2000
 LEASE_S = 3.0
 HANGS = 5
@@ -98,9 +116,66 @@ async def until_left(made: Storm, states: list[str], each: int) -> None:
             await made.batch(state)
 
 
+async def controllers(models: Models) -> dict[str, Any]:
+    """SIGKILL of the controller's actor on Ray under live sessions; back, it sizes the draft pool anew each time.
+
+    Whoever is there stays: the workers' processes are the same before and after, but for those scaled.
+    """
+    cluster = Cluster(on_ray(models))
+    back: list[float] = []
+    try:
+        address = await cluster.start()
+        await cluster.wait_ready(START_TIMEOUT_S)
+        async with DraftwoodClient(*address.split(",")) as client:
+            sessions = Sessions(client)
+            await sessions.start()
+            for k in range(CONTROLLER_KILLS):
+                before = {each.address for each in (await client.status()).verifiers}
+                os.kill(await actor("controller-0").info.remote(), signal.SIGKILL)
+                began = time.monotonic()
+                await scaled(client, 1 + (k + 1) % 2)
+                back.append(time.monotonic() - began)
+                assert {each.address for each in (await client.status()).verifiers} == before
+                await sessions.some_texts()
+            await sessions.stop()
+    finally:
+        await cluster.stop()
+    wrong = {"wrong": len(sessions.wrong), "first_wrong": sessions.wrong[:3]}
+    return {"kills": len(back), "texts": sessions.texts, "back_max_s": round(max(back), 2)} | wrong
+
+
+def on_ray(models: Models) -> ClusterConfig:
+    target = VerifierSettings(model=str(models.target), **survival.SETTINGS["verifier"])
+    drafts = DraftSettings(kind="ngram", load_interval_s=0.1)
+    return ClusterConfig(
+        name="survival",
+        router=RouterSection(count=2, settings=RouterSettings(reconnect_s=0.1)),
+        verifiers=[VerifierPool(settings=target)],
+        drafts=[DraftPool(max=2, settings=drafts)],
+    )
+
+
+def actor(worker_id: str) -> Any:
+    return import_ray().get_actor(f"survival/{worker_id}", namespace="draftwood")
+
+
+async def scaled(client: DraftwoodClient, drafts: int) -> None:
+    """Asks until a controller answers, and returns when the pool has the size."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            with suppress(Unavailable):
+                await client.scale({"draft": drafts})
+                break
+            await asyncio.sleep(0.1)
+        while not any(pool.name == "draft" and pool.ready == drafts for pool in (await client.status()).pools):
+            await asyncio.sleep(0.1)
+
+
 PARTS: dict[str, Callable[[Fleet], Awaitable[dict[str, Any]]]] = {
     part.__name__: part for part in (drafts, verifiers, routers, hangs, drains)
 }
+ALONE: dict[str, Callable[[Models], Awaitable[dict[str, Any]]]] = {"cancels": cancels, "controllers": controllers}
+"""Those that need no processes of the other kind."""
 
 
 def told(seen: Seen) -> dict[str, Any]:
@@ -129,9 +204,9 @@ def added(figures: dict[str, Any], of_all: dict[str, Any]) -> dict[str, Any]:
 
 async def main() -> bool:
     parser = argparse.ArgumentParser()
-    for part in (*PARTS, "cancels"):
+    for part in (*PARTS, *ALONE):
         parser.add_argument(f"--{part}", action="append_const", dest="parts", const=part)
-    chosen = parser.parse_args().parts or [*PARTS, "cancels"]
+    chosen = parser.parse_args().parts or [*PARTS, *ALONE]
     results = (
         json.loads((FOLDER / "survival.json").read_text())["details"] if (FOLDER / "survival.json").exists() else {}
     )
@@ -140,8 +215,8 @@ async def main() -> bool:
         models = make_models(Path(folder))
         for part in chosen:
             began = time.monotonic()
-            if part == "cancels":
-                figures = await cancels(models)
+            if part in ALONE:
+                figures = await ALONE[part](models)
             else:
                 with survival.started(models, Path(folder), lease_s=LEASE_S) as processes:
                     async with connected(processes) as cluster:
@@ -163,6 +238,7 @@ def checks(results: dict[str, Any]) -> list[Check]:
         ("hangs", "kills", "pools/verifier_hangs", ">=", HANGS),
         ("drains", "kills", "pools/drains", ">=", TERMS),
         ("drains", "wrong", "pools/drains_failed_requests", "==", 0),
+        ("controllers", "kills", "pools/controller_kills", ">=", CONTROLLER_KILLS),
         ("cancels", "cancels", "pools/cancels", ">=", CANCELS),
         ("cancels", "baseline_max_s", "pools/cancel_baseline_s", "<=", 2.0),
     ]
