@@ -94,16 +94,19 @@ async def cancels(models: Models) -> dict[str, Any]:
     """In one process, where nothing of the services is hidden."""
     async with AsyncExitStack() as exits:
         stack = Stack(models, exits)
-        left, baselines = Counter[str](), list[float]()
+        left, baselines, errors = Counter[str](), list[float](), list[str]()
         for slow in (False, True):
             made = await storm(stack, slow_draft=slow)
             states = [state for state in STATES if slow == (state == "awaiting draft")]
             await until_left(made, states, CANCELS // len(STATES) + 1)
             left += made.left
+            errors += made.errors
             baselines += made.baselines_s
     return {
         "cancels": sum(left.values()),
         "by_state": dict(left),
+        "wrong": len(errors),
+        "first_wrong": errors[:3],
         "batches": len(baselines),
         "baseline_max_s": round(max(baselines), 3),
         "baseline_p50_s": round(percentile(baselines, 0.5), 3),

@@ -46,6 +46,7 @@ class Storm:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     left: Counter[str] = field(default_factory=Counter)  # clients, by the state that their requests were in
     baselines_s: list[float] = field(default_factory=list)  # from when a batch had left to when nothing was left of it
+    errors: list[str] = field(default_factory=list)
     tasks: int = 0  # of the whole process, when nobody asks for anything
 
     async def batch(self, state: str) -> None:
@@ -55,7 +56,8 @@ class Storm:
         if state != "finished":
             for client in clients:
                 client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        ends = await asyncio.gather(*clients, return_exceptions=True)
+        self.errors += [f"{state}: {end!r}" for end in ends if isinstance(end, Exception)]
         if state == "finished":
             self.left["finished"] += BATCH
         await self.baseline()
@@ -75,7 +77,7 @@ class Storm:
             "sessions of the router's workers": sum(worker.sessions for worker in state.registry.workers()),
             "calls to workers": sum(len(worker.calls) for worker in state.registry.workers()),
             "keepers of attachments": len(state.background._tasks),
-            "sessions at verifiers": sum(len(engine.sessions) + len(engine.waiting) for engine in self.engines),
+            "sessions at verifiers": self._count(self._known),
             "pages held": sum(engine.runtime.pool.held for engine in self.engines),
             "streams of requests": sum(len(verifier._streams) for verifier in self.verifiers),
             "sessions at drafts": sum(map(sessions_of, self.drafts)),
@@ -108,8 +110,7 @@ class Storm:
     async def asked(self) -> None:
         """Nobody has heard of some of the requests yet."""
         await asyncio.sleep(self.rng.choice([0.0, 0.001, 0.003]))
-        known = sum(len(engine.sessions) + len(engine.waiting) for engine in self.engines)
-        self.left["asked"] += max(BATCH - known, 0)
+        self.left["asked"] += max(BATCH - self._count(self._known), 0)
 
     async def queued(self) -> None:
         await until(lambda: self._count(self._waiting) >= BATCH - 2 * RUNNING)
@@ -134,7 +135,7 @@ class Storm:
 
     async def migrating(self) -> None:
         """All verifiers are lost to the router while they run; it looks for others when the clients leave."""
-        await until(lambda: self._count(self._decoding) >= RUNNING)
+        await until(lambda: self._count(self._known) == BATCH and self._count(self._decoding) >= RUNNING)
         registry = self.router._state.registry
         for worker in registry.workers():
             if worker.model:
@@ -145,6 +146,10 @@ class Storm:
 
     def _count(self, which: Callable[[Engine], int]) -> int:
         return sum(which(engine) for engine in self.engines)
+
+    @staticmethod
+    def _known(engine: Engine) -> int:
+        return len(engine.sessions) + len(engine.waiting)
 
     @staticmethod
     def _waiting(engine: Engine) -> int:
