@@ -127,7 +127,7 @@ class Storm:
         self.left["decoding"] += self._count(self._decoding)
 
     async def awaiting_draft(self) -> None:
-        await until(lambda: self._count(self._awaiting) > 0)
+        await until(lambda: self._count(self._awaiting) > RUNNING // 2)
         self.left["awaiting draft"] += self._count(self._awaiting)
 
     async def finished(self) -> None:
