@@ -321,6 +321,7 @@ class RayFleet:
         finally:
             for task in asked.values():
                 task.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
         if answers := _answered(asked):
             return answers
         return {each: task.result() for each, task in asked.items()}  # raises
