@@ -225,7 +225,8 @@ async def main() -> bool:
                     async with connected(processes) as cluster:
                         figures = await PARTS[part](cluster)
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            results[part] = figures | {"took_s": round(time.monotonic() - began), "commit": commit(), "date": now}
+            run = {"took_s": round(time.monotonic() - began), "load_average": round(os.getloadavg()[1], 1)}
+            results[part] = figures | run | {"commit": commit(), "date": now}
             print(part, json.dumps(results[part]), flush=True)
             ok = write("survival", checks(results), results)
     return ok
