@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from draftwood.client import Chunk, ClusterState, DraftwoodClient, Finished
-from draftwood.errors import DraftwoodError
+from draftwood.errors import DraftwoodError, Unavailable
 
 MODULES = {"verifier": "verifier_service", "draft": "draft_service", "router": "router"}
 PRELOADED = ["tests.services.preloaded"]
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
+AGAIN_S = 0.1
 
 
 def run_service(role: str, environment: Mapping[str, str], log: str) -> None:
@@ -146,6 +147,14 @@ def all_ready(state: ClusterState) -> bool:
     return bool(workers) and all(worker.health == "ready" for worker in workers)
 
 
+class Refused(Exception):
+    """Nobody can begin the text now; ``again_s`` is when to ask again."""
+
+    def __init__(self, again_s: float) -> None:
+        super().__init__(f"again in {again_s} s")
+        self.again_s = again_s
+
+
 @dataclass
 class Sessions:
     """Clients without end: each asks for its text again and again and compares it with the target's own."""
@@ -155,6 +164,7 @@ class Sessions:
     tokens: int = 120
     texts: int = 0
     wrong: list[str] = field(default_factory=list)
+    refused: int = 0  # new texts that nobody could begin
     arrivals: list[list[tuple[float, float]]] = field(default_factory=list)  # by session: chunk and the one before
     _expected: list[list[int]] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -190,22 +200,32 @@ class Sessions:
             try:
                 if (answer := await self.text(k, speculate=True)) != self._expected[k]:
                     self.wrong.append(f"session {k}: {answer} and not {self._expected[k]}")
+            except Refused as refusal:
+                self.refused += 1
+                await asyncio.sleep(refusal.again_s)
+                continue
             except Exception as error:
                 self.wrong.append(f"session {k}: {error!r}")
             self.texts += 1
 
     async def text(self, k: int, *, speculate: bool) -> list[int]:
-        """Every other one greedy; a prompt and a seed of its own."""
+        """Every other one greedy; a prompt and a seed of its own. Raises Refused if it did not begin for now."""
         options: dict[str, Any] = {"max_tokens": self.tokens, "seed": k, "temperature": 0.8 * (k % 2)}
         tokens: list[int] = []
-        before = 0.0
-        async for event in self.client.generate(f"count {k} {k}", speculate=speculate, ignore_eos=True, **options):
-            if isinstance(event, Chunk):
-                now = time.monotonic()
-                if before:
-                    self.arrivals[k].append((before, now))
-                before = now
-                tokens += event.tokens
-            elif isinstance(event, Finished):
-                assert event.usage.completion_tokens == len(tokens), "usage is what was delivered"
+        before, begun = 0.0, False
+        try:
+            async for event in self.client.generate(f"count {k} {k}", speculate=speculate, ignore_eos=True, **options):
+                begun = True
+                if isinstance(event, Chunk):
+                    now = time.monotonic()
+                    if before:
+                        self.arrivals[k].append((before, now))
+                    before = now
+                    tokens += event.tokens
+                elif isinstance(event, Finished):
+                    assert event.usage.completion_tokens == len(tokens), "usage is what was delivered"
+        except Unavailable as error:
+            if begun:
+                raise
+            raise Refused(error.retry_after_ms / 1e3 or AGAIN_S) from error
         return tokens

@@ -42,6 +42,7 @@ class Seen:
     kills: int = 0
     texts: int = 0
     wrong: list[str] = field(default_factory=list)  # errors, and texts that differ
+    refused: int = 0  # new texts that nobody could begin
     gaps_s: list[float] = field(default_factory=list)  # the longest of each session at each kill
     plain_gaps_s: list[float] = field(default_factory=list)  # of all sessions without drafts
     back_s: list[float] = field(default_factory=list)  # from a kill until all is ready again
@@ -138,7 +139,7 @@ async def live(cluster: Fleet, seen: Seen, **options: Any) -> AsyncIterator[Sess
         await sessions.some_texts()
     finally:
         await sessions.stop()
-    seen.texts, seen.wrong = sessions.texts, sessions.wrong
+    seen.texts, seen.wrong, seen.refused = sessions.texts, sessions.wrong, sessions.refused
     await cluster.idle()
     after = await cluster.counted()
     seen.migrations, seen.reattachments = after[0] - before[0], after[1] - before[1]
@@ -162,7 +163,7 @@ async def killed(cluster: Fleet, victims: Sequence[Service], kills: int, seed: i
 
 
 async def all_killed(cluster: Fleet, victims: Sequence[Service], **options: Any) -> Seen:
-    """SIGKILL of all of them at once."""
+    """SIGKILL of all of them at once: what has begun waits until one is back, what has not is refused."""
     seen = Seen(kills=len(victims))
     async with live(cluster, seen, **options) as sessions:
         moment = time.monotonic()

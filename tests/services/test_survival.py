@@ -30,8 +30,9 @@ async def cluster(processes: Processes) -> AsyncIterator[Fleet]:
         yield cluster
 
 
-def unharmed(seen: Seen) -> bool:
-    assert seen.wrong == []
+def unharmed(seen: Seen, *, refusals: bool = False) -> bool:
+    """No text failed or differs; ``refusals``: some could not begin for a while, as nobody was there."""
+    assert seen.wrong == [] and (refusals or not seen.refused)
     assert seen.texts >= 16
     return True
 
@@ -47,13 +48,13 @@ async def test_texts_of_a_killed_verifier_go_on_at_another(cluster: Fleet) -> No
     seen = await killed(cluster, cluster.verifiers, kills=3, **SHORT)
     assert unharmed(seen) and 0 < seen.migrations <= 3 * 8
     alone = await all_killed(cluster, cluster.verifiers, **SHORT)
-    assert unharmed(alone) and alone.migrations >= 8
+    assert unharmed(alone, refusals=True) and alone.migrations >= 8
 
 
 async def test_texts_of_a_killed_router_go_on_at_another(cluster: Fleet) -> None:
     """Neither router knows of the other; with both gone, clients wait until one is back."""
     assert unharmed(await killed(cluster, cluster.routers, kills=3, **SHORT))
-    assert unharmed(await all_killed(cluster, cluster.routers, **SHORT))
+    assert unharmed(await all_killed(cluster, cluster.routers, **SHORT), refusals=True)
 
 
 async def test_bug_41_a_verifier_that_goes_on_after_its_texts_have_moved_changes_nothing(cluster: Fleet) -> None:
