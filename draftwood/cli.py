@@ -354,11 +354,14 @@ async def _await_ready(config: ClusterConfig, state: Path, process: subprocess.P
     from router.supervisor import read_record
 
     with StartView(console, worker_totals(config)) as view:
-        view.update("router", "router", "starting")
+        routers = [f"router-{k}" for k in range(config.router.count)]
+        for router in routers:
+            view.update("router", router, "starting")
         while not (record := read_record(state)):
             _check(process, log)
             await asyncio.sleep(POLL_S)
-        view.update("router", "router", "ready")
+        for router in routers:
+            view.update("router", router, "ready")
         async with _client(record.address) as client:
             while not view.ready:
                 _check(process, log)
