@@ -193,6 +193,7 @@ def told(seen: Seen) -> dict[str, Any]:
         "migrations": seen.migrations,
         "reattachments": seen.reattachments,
         "back_max_s": round(max(seen.back_s, default=0.0), 3),
+        "client_lag_max_s": round(seen.lag_s, 3),
         "exits": dict(Counter(map(str, seen.exits))),
     }
     for name, values in (("gap", seen.gaps_s), ("plain_gap", seen.plain_gaps_s)):

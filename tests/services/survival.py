@@ -47,6 +47,7 @@ class Seen:
     plain_gaps_s: list[float] = field(default_factory=list)  # of all sessions without drafts
     back_s: list[float] = field(default_factory=list)  # from a kill until all is ready again
     exits: list[int | None] = field(default_factory=list)  # codes of processes that were told to end
+    lag_s: float = 0.0  # longest that the clients' own process was held up
     migrations: int = 0  # as far as routers that were not killed know
     reattachments: int = 0
 
@@ -133,16 +134,26 @@ async def live(cluster: Fleet, seen: Seen, **options: Any) -> AsyncIterator[Sess
     began = time.monotonic()
     await sessions.start()
     seen.plain_gaps_s = [at - before for chunks in sessions.arrivals for before, at in chunks if at >= began]
+    watch = asyncio.create_task(late(seen))
     try:
         await sessions.some_texts()
         yield sessions
         await sessions.some_texts()
     finally:
+        watch.cancel()
         await sessions.stop()
     seen.texts, seen.wrong, seen.refused = sessions.texts, sessions.wrong, sessions.refused
     await cluster.idle()
     after = await cluster.counted()
     seen.migrations, seen.reattachments = after[0] - before[0], after[1] - before[1]
+
+
+async def late(seen: Seen) -> None:
+    """Watches by how much this process, the clients', is held up: gaps contain it."""
+    while True:
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        seen.lag_s = max(seen.lag_s, time.monotonic() - began - 0.05)
 
 
 async def killed(cluster: Fleet, victims: Sequence[Service], kills: int, seed: int = 1, **options: Any) -> Seen:
