@@ -43,7 +43,7 @@ def write(name: str, checks: list[Check], details: dict[str, Any]) -> bool:
     document = {
         "hardware": hardware(),
         "versions": versions(),
-        "commit": os.environ.get("DRAFTWOOD_COMMIT") or _commit(),
+        "commit": os.environ.get("DRAFTWOOD_COMMIT") or commit(),
         "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "checks": [asdict(check) | {"ok": check.ok} for check in checks],
@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def commit() -> str:
     """Hash of HEAD, with a plus if files differ from it; where git is not at hand, pass DRAFTWOOD_COMMIT instead."""
     return _output("git", "rev-parse", "HEAD") + ("+" if _output("git", "status", "--porcelain") else "")
 

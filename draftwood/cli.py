@@ -52,7 +52,9 @@ console = Console()
 
 Config = Annotated[Path, typer.Option(help="cluster file (YAML)")]
 Name = Annotated[str, typer.Option(help="name of a cluster started with `draftwood up`")]
-Address = Annotated[str, typer.Option(help="router's host:port; empty: the router of the cluster `--name`")]
+Address = Annotated[
+    str, typer.Option(help="routers' host:port, several with commas; empty: the routers of the cluster `--name`")
+]
 MaxTokens = Annotated[int, typer.Option(min=0, help="most tokens to generate; 0: no limit")]
 Temperature = Annotated[float, typer.Option(min=0, help="0: greedy")]
 Seed = Annotated[int | None, typer.Option(min=0, help="seed of the sampling; a random one if left out")]
@@ -97,8 +99,8 @@ def connecting(command: Callable[..., None]) -> Callable[..., None]:
     return connected
 
 
-def _client(address: str) -> DraftwoodClient:
-    return DraftwoodClient(address, settings=CONNECTION.get())
+def _client(addresses: str) -> DraftwoodClient:
+    return DraftwoodClient(*addresses.split(","), settings=CONNECTION.get())
 
 
 def main() -> None:
@@ -392,15 +394,18 @@ async def _start_supervisor(config: ClusterConfig, path: Path, timeout_s: float)
 
 
 async def _await_ready(config: ClusterConfig, state: Path, process: subprocess.Popen[bytes], log: Path) -> str:
-    """Follows the start; returns the router's address. Raises Unavailable START_FAILED when the supervisor ends."""
+    """Follows the start; returns the routers' addresses. Raises Unavailable START_FAILED when the supervisor ends."""
     from router.supervisor import read_record
 
     with StartView(console, worker_totals(config)) as view:
-        view.update("router", "router", "starting")
+        routers = [f"router-{k}" for k in range(config.router.count)]
+        for router in routers:
+            view.update("router", router, "starting")
         while not (record := read_record(state)):
             _check(process, log)
             await asyncio.sleep(POLL_S)
-        view.update("router", "router", "ready")
+        for router in routers:
+            view.update("router", router, "ready")
         async with _client(record.address) as client:
             while not view.ready:
                 _check(process, log)
@@ -432,7 +437,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _say_ready(address: str, where: str, stop: str) -> None:
-    console.print(f"router serves at {address}", highlight=False)
+    routers = "router serves" if "," not in address else "routers serve"
+    console.print(f"{routers} at {address.replace(',', ', ')}", highlight=False)
     console.print(f'try:  draftwood generate {where} "Why is the sky blue?"'.replace("  ", " "), highlight=False)
     console.print(f"stop: {stop}", highlight=False)
 

@@ -1,9 +1,9 @@
-"""The client library: streams a generation from the router and survives the router's restart.
+"""The client library: streams a generation from a router and survives the router's loss.
 
 Offsets are checked on every chunk, so a caller sees each token once and in order or gets an error. When the
-connection breaks in mid-stream, the client asks again by value (prompt, parameters, the seed named in ``Started``
-and the tokens it has) until a router answers or ``resume_timeout_s`` is over; noise is keyed by position, so the
-text goes on as if nothing had happened.
+connection breaks in mid-stream, the client asks again by value (prompt, parameters, the model, seed and rule named in
+``Started`` and the tokens it has), first at the other routers that it was given, until one answers or
+``resume_timeout_s`` is over; noise is keyed by position, so the text goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import secrets
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
 
 from draftwood.choices import choice_seed, merged
 from draftwood.config import ClientSettings, load_client_settings
-from draftwood.errors import DraftwoodError, Internal, InvalidArgument, ResourceExhausted, Unavailable
-from draftwood.rpc.router_line import RouterLine
+from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from draftwood.rpc.router_line import RouterLine, RouterLines
 from draftwood.rpc.status import from_rpc_error
 from draftwood.rpc.tracing import Metadata, check_request_id, outgoing_metadata
 from draftwood.v1 import draft_pb2, router_pb2, router_pb2_grpc, verifier_pb2
@@ -33,8 +33,6 @@ from draftwood.wire import error_from_proto
 
 STATUS_TIMEOUT_S = 10.0
 RESUME_PAUSE_S = 0.25
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +202,20 @@ class ClusterState:
 
 
 class DraftwoodClient:
-    """Talks to one router; usable as an async context manager. Every method raises DraftwoodError."""
+    """Talks to one router, and to another of the same cluster when that is lost.
 
-    def __init__(self, address: str, *, settings: ClientSettings | None = None, resume_timeout_s: float = 30.0) -> None:
-        """``settings``: certificates and token; by default what the environment says (``DRAFTWOOD_CA`` and so on).
+    Usable as an async context manager. Every method raises DraftwoodError.
+    """
+
+    def __init__(self, *addresses: str, settings: ClientSettings | None = None, resume_timeout_s: float = 30.0) -> None:
+        """``addresses``: host:port of the cluster's routers; a client begins with any of them, so that clients spread.
+
+        ``settings``: certificates and token; by default what the environment says (``DRAFTWOOD_CA`` and so on).
 
         Raises InvalidArgument CONFIG if they cannot be used, or would send a token over the network in plain text.
         """
-        self.address = address
         self._resume_timeout_s = resume_timeout_s
-        self._line = RouterLine(address, settings or load_client_settings())
+        self._lines = RouterLines(addresses, settings or load_client_settings())
 
     async def __aenter__(self) -> DraftwoodClient:
         return self
@@ -222,7 +224,7 @@ class DraftwoodClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._line.close()
+        await self._lines.close()
 
     async def generate(
         self,
@@ -305,22 +307,29 @@ class DraftwoodClient:
                 yield event
 
     async def status(self) -> ClusterState:
-        answer = await self._ask(self._stub.GetStatus, router_pb2.GetStatusRequest())
+        answer: router_pb2.GetStatusResponse = await self._ask("GetStatus", router_pb2.GetStatusRequest())
         return _cluster_state(answer.status)
 
     async def watch_status(self) -> AsyncIterator[ClusterState]:
         """The status now and about once a second."""
-        call = self._stub.WatchStatus(router_pb2.WatchStatusRequest(), metadata=self._line.metadata())
-        try:
-            async for answer in call:
-                yield _cluster_state(answer.status)
-        except grpc.RpcError as error:
-            raise self._explained(error) from error
-        finally:
-            call.cancel()
+        refusals = 0
+        while True:
+            line = self._lines.current
+            call = _stub(line).WatchStatus(router_pb2.WatchStatusRequest(), metadata=line.metadata())
+            try:
+                async for answer in call:
+                    refusals = 0
+                    yield _cluster_state(answer.status)
+                return
+            except grpc.RpcError as error:
+                refusals += 1
+                if not self._may_try_another(line, meant := _explained(line, error), refusals):
+                    raise meant from error
+            finally:
+                call.cancel()
 
     async def models(self) -> tuple[ModelState, ...]:
-        answer = await self._ask(self._stub.ListModels, router_pb2.ListModelsRequest())
+        answer: router_pb2.ListModelsResponse = await self._ask("ListModels", router_pb2.ListModelsRequest())
         return tuple(_model_state(model) for model in answer.models)
 
     async def scale(self, counts: Mapping[str, int]) -> tuple[PoolState, ...]:
@@ -329,18 +338,26 @@ class DraftwoodClient:
         Returns all pools at once; ``status`` shows what follows. A worker too many drains before it goes.
         """
         request = router_pb2.ScalePoolRequest(counts=counts)
-        answer = await self._ask(self._stub.ScalePool, request)
+        answer: router_pb2.ScalePoolResponse = await self._ask("ScalePool", request)
         return tuple(_pool_state(pool) for pool in answer.pools)
 
-    @property
-    def _stub(self) -> Any:
-        return router_pb2_grpc.RouterServiceStub(self._line.channel())  # type: ignore[no-untyped-call]
+    async def _ask(self, method: str, request: object) -> Any:
+        refusals = 0
+        while True:
+            line = self._lines.current
+            try:
+                return await getattr(_stub(line), method)(request, timeout=STATUS_TIMEOUT_S, metadata=line.metadata())
+            except grpc.RpcError as error:
+                refusals += 1
+                if not self._may_try_another(line, meant := _explained(line, error), refusals):
+                    raise meant from error
 
-    async def _ask(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        try:
-            return await method(request, timeout=STATUS_TIMEOUT_S, metadata=self._line.metadata())
-        except grpc.RpcError as error:
-            raise self._explained(error) from error
+    def _may_try_another(self, line: RouterLine, error: DraftwoodError, refusals: int) -> bool:
+        """Turns to the next router if it may answer otherwise; False once all have been tried."""
+        if not _of_this_router(error):
+            return False
+        self._lines.leave(line)
+        return refusals < len(self._lines)
 
     async def _choices(
         self, request: router_pb2.RouterServiceGenerateRequest, metadata: Metadata
@@ -350,18 +367,22 @@ class DraftwoodClient:
             request.generation.sampling.seed = secrets.randbits(64)
         singles = [_single(request, index) for index in range(request.generation.n)]
         started, finished = set[int](), set[int]()
-        try:
-            async with aclosing(self._call(request, singles, metadata)) as events:
-                async for event in events:
-                    if isinstance(event, Started):
-                        started.add(event.index)
-                    elif isinstance(event, Finished):
-                        finished.add(event.index)
-                    yield event
-            return
-        except Unavailable:
-            if not started:
-                raise
+        refusals = 0
+        while not started:
+            line = self._lines.current
+            try:
+                async with aclosing(self._call(line, request, singles, metadata)) as events:
+                    async for event in events:
+                        if isinstance(event, Started):
+                            started.add(event.index)
+                        elif isinstance(event, Finished):
+                            finished.add(event.index)
+                        yield event
+                return
+            except (Unavailable, NotFound) as error:
+                refusals += 1
+                if not self._may_try_another(line, error, refusals) and not started:
+                    raise
         left = [index for index in range(len(singles)) if index not in finished]
         rest = [self._resumed(singles[index], metadata, broken=True, started=index in started) for index in left]
         async with aclosing(merged(rest)) as indexed:
@@ -383,37 +404,44 @@ class DraftwoodClient:
         give_up = (
             time.monotonic() + self._resume_timeout_s if broken else 0.0
         )  # the break is then worth no more waiting
+        refusals = 0  # calls in a row of which nothing came
         while True:
-            refusable = True  # nothing of this call has been served yet
+            line = self._lines.current
+            refused = True  # nothing of this call has been served yet
             try:
-                async with aclosing(self._call(request, [request], metadata)) as events:
+                async with aclosing(self._call(line, request, [request], metadata)) as events:
                     async for event in events:
-                        refusable = False
+                        refused, refusals = False, 0
                         if isinstance(event, Chunk):
                             give_up = 0.0
                         if isinstance(event, Started):
-                            request.generation.sampling.seed = event.seed
-                            request.generation.speculation.rule = _rule(event.rule)
                             if started:
                                 continue
                             started = True
                         yield event
                 return
-            except (Unavailable, ResourceExhausted) as error:
-                passing = refusable or isinstance(error, Unavailable)
-                give_up = give_up or time.monotonic() + self._resume_timeout_s
-                if not ((started or broken) and passing) or time.monotonic() >= give_up:
+            except (Unavailable, ResourceExhausted, NotFound) as error:
+                refusals += 1
+                elsewhere = self._may_try_another(line, error, refusals)
+                if started or broken:
+                    give_up = give_up or time.monotonic() + self._resume_timeout_s
+                    if not _passes(error, refused=refused) or time.monotonic() >= give_up:
+                        raise
+                elif not elsewhere:
                     raise
-            await asyncio.sleep(RESUME_PAUSE_S)
+            if not elsewhere:
+                refusals = 0
+                await asyncio.sleep(RESUME_PAUSE_S)
 
     async def _call(
         self,
+        line: RouterLine,
         request: router_pb2.RouterServiceGenerateRequest,
         singles: Sequence[router_pb2.RouterServiceGenerateRequest],
         metadata: Metadata,
     ) -> AsyncGenerator[Event]:
         """One call's events; raises its in-band error rather than its status. ``singles`` grow, each with its text."""
-        call = self._stub.Generate(request, metadata=(*self._line.metadata(), *metadata))
+        call = _stub(line).Generate(request, metadata=(*line.metadata(), *metadata))
         said: DraftwoodError | None = None
         running = len(singles)
         try:
@@ -422,24 +450,41 @@ class DraftwoodClient:
                     said = error_from_proto(answer.event.error)
                     continue
                 event = _event(answer.event)
+                if isinstance(event, Started):
+                    _keep_choices(singles, event)
                 if isinstance(event, Chunk):
                     _check_and_keep(singles, event)
                 running -= isinstance(event, Finished)
                 yield event
         except grpc.RpcError as error:
             if running:
-                raise said or self._explained(error) from error
+                raise said or _explained(line, error) from error
         finally:
             call.cancel()
         if running:
-            raise said or Unavailable("TRANSPORT", f"{self.address} ended the answer without a last word")
+            raise said or Unavailable("TRANSPORT", f"{line.address} ended the answer without a last word")
 
-    def _explained(self, error: grpc.RpcError) -> DraftwoodError:
-        meant = from_rpc_error(error)
-        if isinstance(meant, Unavailable) and meant.reason == "TRANSPORT":
-            where = f"{self.address}{self._line.how}"
-            return Unavailable("ROUTER_UNREACHABLE", f"no router at {where} ({meant.message})")
-        return meant
+
+def _stub(line: RouterLine) -> Any:
+    return router_pb2_grpc.RouterServiceStub(line.channel())  # type: ignore[no-untyped-call]
+
+
+def _explained(line: RouterLine, error: grpc.RpcError) -> DraftwoodError:
+    meant = from_rpc_error(error)
+    if isinstance(meant, Unavailable) and meant.reason == "TRANSPORT":
+        where = f"{line.address}{line.how}"
+        return Unavailable("ROUTER_UNREACHABLE", f"no router at {where} ({meant.message})")
+    return meant
+
+
+def _of_this_router(error: DraftwoodError) -> bool:
+    """Whether another router may answer otherwise, as may this one later: just started, it knows no verifiers yet."""
+    return isinstance(error, Unavailable) or error.reason == "MODEL_UNKNOWN"
+
+
+def _passes(error: DraftwoodError, *, refused: bool) -> bool:
+    """Whether a text that has begun may go on later, or elsewhere; ``refused``: nothing of the call was served."""
+    return _of_this_router(error) or (refused and isinstance(error, ResourceExhausted))
 
 
 def _constraint(
@@ -490,11 +535,28 @@ def _rule(name: str) -> draft_pb2.Rule:
     return number  # type: ignore[no-any-return]
 
 
+def _keep_choices(singles: Sequence[router_pb2.RouterServiceGenerateRequest], started: Started) -> None:
+    """Writes into the text's request what was chosen for it, so that it goes on with the same wherever it is resumed.
+
+    Raises Internal CHUNK_GAP for a text that was not asked for.
+    """
+    single = _text_of(singles, started.index)
+    single.model = started.model
+    single.generation.sampling.seed = started.seed
+    single.generation.speculation.rule = _rule(started.rule)
+
+
+def _text_of(
+    singles: Sequence[router_pb2.RouterServiceGenerateRequest], index: int
+) -> router_pb2.RouterServiceGenerateRequest:
+    if index >= len(singles):
+        raise Internal("CHUNK_GAP", f"chunk of text {index}, but {len(singles)} were asked for")
+    return singles[index]
+
+
 def _check_and_keep(singles: Sequence[router_pb2.RouterServiceGenerateRequest], chunk: Chunk) -> None:
     """Adds the chunk to what has been received. Raises Internal CHUNK_GAP if it does not fit behind it."""
-    if chunk.index >= len(singles):
-        raise Internal("CHUNK_GAP", f"chunk of text {chunk.index}, but {len(singles)} were asked for")
-    generation = singles[chunk.index].generation
+    generation = _text_of(singles, chunk.index).generation
     received = len(generation.resume_tokens)
     if chunk.offset != received:
         raise Internal("CHUNK_GAP", f"chunk at offset {chunk.offset}, but {received} tokens came before")

@@ -169,7 +169,7 @@ class DraftSettings(ServerSettings):
     choices: list[list[int]] = Field([], description="topology choices: each node as the ranks on its path")
     step_ms: list[tuple[Positive, Annotated[float, Field(gt=0)]]] = Field(
         [],
-        description="topology sequoia: rows of a step and its milliseconds, two or more; empty: as the verifier tells",
+        description="topology sequoia: rows of a step and its milliseconds, two or more; empty: the verifier tells",
     )
     beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
     branch: Positive = Field(4, le=MOST_CHILDREN, description="children drawn per expanded node")
@@ -279,6 +279,9 @@ class RouterSettings(ServerSettings):
     max_requests: Positive = Field(256, description="requests served at once; one for n texts counts n times")
     max_choices: Positive = Field(16, description="most texts that one request may ask for (n)")
     reconnect_s: float = Field(0.5, gt=0, description="seconds between two attempts to reach a lost worker")
+    lease_s: float = Field(
+        15.0, gt=0, description="silence after which a worker counts as lost; workers tell their load every second"
+    )
     migrate_wait_s: float = Field(30.0, ge=0, description="longest wait for a verifier when a session's own has died")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between two messages of WatchStatus")
     clients: File | None = Field(None, description="file of clients: their tokens' hashes and their limits")
@@ -358,8 +361,29 @@ P = TypeVar("P", VerifierPool, DraftPool)
 
 
 class RouterSection(_Section):
+    """One router, or several side by side that all workers register with."""
+
+    count: Positive = Field(
+        1, description="routers; the second listens on the port after the first's, and so on; port 0: any free ones"
+    )
     actor: ActorSettings = ActorSettings()
     settings: RouterSettings = Field(default_factory=RouterSettings)
+
+    @model_validator(mode="after")
+    def _ports_are_ports(self) -> RouterSection:
+        self.each()
+        return self
+
+    def each(self) -> list[RouterSettings]:
+        """Settings of each router. Raises ValueError if the last one's port is none."""
+        host, _, port = self.settings.listen.rpartition(":")
+        if self.count == 1 or port == "0" or not port.isdecimal():
+            return [self.settings] * self.count
+        last = int(port) + self.count - 1
+        if last >= 2**16:
+            raise ValueError(f"count is {self.count} from port {port} on, but the last port is {2**16 - 1}")
+        ports = range(int(port), last + 1)
+        return [self.settings.model_copy(update={"listen": f"{host}:{each}"}) for each in ports]
 
 
 class RaySettings(_Section):

@@ -109,7 +109,7 @@ def worker_totals(config: ClusterConfig) -> dict[str, int]:
     """How many workers a cluster has, by role."""
     verifiers = sum(pool.count for pool in config.verifiers)
     drafts = sum(pool.count for pool in config.drafts)
-    return {"router": 1, "verifier": verifiers, "draft": drafts}
+    return {"router": config.router.count, "verifier": verifiers, "draft": drafts}
 
 
 def show_chunk(console: Console, chunk: Chunk) -> None:

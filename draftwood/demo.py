@@ -125,7 +125,7 @@ async def _on_cluster(console: Console, config: ClusterConfig, max_tokens: int, 
     cluster = Cluster(config)
     try:
         await watch_start(console, cluster, config, timeout_s)
-        async with DraftwoodClient(cluster.address) as client:
+        async with DraftwoodClient(*cluster.address.split(",")) as client:
             return await compare(console, client, max_tokens)
     finally:
         await cluster.stop()

@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from draftwood.config import ClusterConfig
@@ -20,7 +21,6 @@ from router.controller import ControllerStatus, Progress
 from router.pools import (
     CONTROLLER_ID,
     POLL_S,
-    ROUTER_ID,
     SERVERS,
     ControllerActor,
     Plan,
@@ -48,23 +48,25 @@ class Cluster:
     def __init__(self, config: ClusterConfig, servers: dict[str, str] | None = None) -> None:
         self._owns_ray = not config.ray.address
         if self._owns_ray:
-            config = _with_fixed_port(config)
+            config = _with_fixed_ports(config)
         self._plan = Plan(config, servers or SERVERS, across_nodes=not self._owns_ray)
         self._temp_dir = ""  # of a Ray started here
         self._controller: Any = None
         self.address = ""
-        """The router's address, once started."""
+        """The routers' addresses, once started; several with commas, as the command line takes them."""
 
     async def start(self, progress: ProgressCallback = lambda _: None) -> str:
-        """Creates the controller and waits for the router; returns its address. Raises Unavailable ACTOR_FAILED."""
+        """Creates the controller and waits for the routers; returns their ``address``. Raises ACTOR_FAILED."""
         self._connect()
         try:
-            progress(Progress("router", ROUTER_ID, "starting"))
+            for router_id in self._plan.router_ids:
+                progress(Progress("router", router_id, "starting"))
             self._controller = named(ControllerActor, self._plan, CONTROLLER_ID, num_cpus=0).remote(self._plan)
-            while not (status := await self._checked_status()).address:
+            while len((status := await self._checked_status()).routers) < len(self._plan.router_ids):
                 await asyncio.sleep(POLL_S)
-            self.address = status.address
-            progress(Progress("router", ROUTER_ID, "ready", self.address))
+            self.address = ",".join(status.routers.values())
+            for router_id, address in status.routers.items():
+                progress(Progress("router", router_id, "ready", address))
         except BaseException:
             await self.stop(0.0)
             raise
@@ -86,7 +88,7 @@ class Cluster:
             await asyncio.sleep(POLL_S)
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Ends this cluster's actors, the router first so that requests may finish, and Ray if it was started here."""
+        """Ends this cluster's actors, the routers first so that requests may finish, and Ray if it was started here."""
         ray = import_ray()
         if self._controller:
             try:
@@ -142,17 +144,26 @@ class Cluster:
         return options | {"_temp_dir": self._temp_dir}
 
 
-def _with_fixed_port(config: ClusterConfig) -> ClusterConfig:
-    """With a free port in place of the router's port 0, so that a restarted router is found where it was."""
-    listen = config.router.settings.listen
-    host, _, port = listen.rpartition(":")
+def _with_fixed_ports(config: ClusterConfig) -> ClusterConfig:
+    """With free ports in place of the routers' port 0, so that a restarted router is found where it was."""
+    host, _, port = config.router.settings.listen.rpartition(":")
     if port != "0":
         return config
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        free = f"{host}:{probe.getsockname()[1]}"
+    free = f"{host}:{_free_ports(host, config.router.count)}"
     settings = config.router.settings.model_copy(update={"listen": free})
     return config.model_copy(update={"router": config.router.model_copy(update={"settings": settings})})
+
+
+def _free_ports(host: str, count: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        with ExitStack() as probes, suppress(OSError, OverflowError):
+            first = 0
+            for k in range(count):
+                probe = probes.enter_context(socket.socket())
+                probe.bind((host, first + k))
+                first = first or probe.getsockname()[1]
+            return first
 
 
 def _changes(progress: ProgressCallback) -> ProgressCallback:

@@ -53,14 +53,17 @@ class Progress:
 class ControllerStatus:
     """What the starting process must know."""
 
-    address: str  # of the router; empty until it serves
+    routers: dict[str, str]  # addresses of those that have served, by id
     error: str  # what keeps a worker from starting
     wanted: int  # workers, of all pools
     workers: tuple[Progress, ...]
 
 
 class Fleet(Protocol):
-    """The actors and the router, as the controller reaches them. Every method but ``create`` may raise Unavailable."""
+    """The actors and the routers, as the controller reaches them. Every method but ``create`` may raise Unavailable.
+
+    What is told to the routers is told to all; a method fails only if none of them answers.
+    """
 
     async def actors(self) -> dict[str, bool]:
         """Worker ids of the actors that exist, and whether each has been told to stop."""
@@ -68,8 +71,8 @@ class Fleet(Protocol):
     async def existing(self) -> set[str]:
         """Worker ids of the actors that exist."""
 
-    async def ensure_router(self) -> str:
-        """Creates the router if there is none; returns its address once it serves."""
+    async def ensure_routers(self) -> dict[str, str]:
+        """Creates the routers that are not there; addresses of those that serve, by id, once one does."""
 
     def create(self, pool: str, worker_id: str) -> None:
         """Creates an actor of that pool; returns at once."""
@@ -84,22 +87,22 @@ class Fleet(Protocol):
         """Ends the actor for good, if it is there."""
 
     async def workers(self) -> list[WorkerState]:
-        """The workers that the router knows."""
+        """The workers that the routers know, each as the one sees it that knows most of it."""
 
     async def drain(self, worker_id: str) -> None:
-        """Tells the router to use the worker for nothing new."""
+        """Tells the routers to use the worker for nothing new."""
 
     async def remove(self, worker_id: str) -> None:
-        """Tells the router to forget the worker and to fence it."""
+        """Tells the routers to forget the worker and to fence it."""
 
     async def publish(self, pools: Sequence[PoolState]) -> None:
-        """Tells the router how the pools are."""
+        """Tells the routers how the pools are."""
 
     async def request_nodes(self, counts: Mapping[str, int]) -> None:
         """Asks Ray's autoscaler for the nodes of so many workers of each pool, in place of what was asked before."""
 
     async def published(self) -> dict[str, int]:
-        """The sizes wanted that the router was told last; empty if it was not."""
+        """The sizes wanted that the routers were told last; empty if they were not."""
 
 
 @dataclass(slots=True)
@@ -163,7 +166,7 @@ class Controller:
         self._clock = clock
         self._workers: dict[str, WorkerState] = {}
         self._changed = asyncio.Event()
-        self.address = ""
+        self.routers: dict[str, str] = {}  # addresses by id
         self.router_error = ""
 
     async def run(self) -> None:
@@ -171,14 +174,14 @@ class Controller:
         adopted = False
         while True:
             try:
-                self.address = await self._fleet.ensure_router()
+                self.routers |= await self._fleet.ensure_routers()
                 self.router_error = ""
                 if not adopted:
                     await self.adopt()
                     adopted = True
                 await self.tick()
             except DraftwoodError as error:
-                self.router_error = "" if self.address else str(error)
+                self.router_error = "" if self.routers else str(error)
                 log.warning("controller_waits", error=str(error))
             except Exception:
                 log.exception("controller_tick_failed")
@@ -278,7 +281,7 @@ class Controller:
         errors = [self.router_error, *(pool.error for pool in self._pools.values())]
         workers = [self._progress(pool, member) for pool in self._pools.values() for member in pool.staying]
         wanted = sum(pool.wanted for pool in self._pools.values())
-        return ControllerStatus(self.address, next(filter(None, errors), ""), wanted, tuple(workers))
+        return ControllerStatus(dict(self.routers), next(filter(None, errors), ""), wanted, tuple(workers))
 
     async def stop(self) -> None:
         """Ends what the controller does beside ``run``; the actors stay."""

@@ -26,8 +26,6 @@ from draftwood.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_g
 from router.registry import Health, Registry, Role, Worker
 
 INFO_TIMEOUT_S = 5.0
-LEASE_S = 15.0
-"""Silence of a load stream after which its worker counts as lost; reports come about once a second."""
 
 log = get_logger(__name__)
 Message = TypeVar("Message")
@@ -36,9 +34,9 @@ Message = TypeVar("Message")
 class Links:
     """Owns the link tasks and the channels to the workers."""
 
-    def __init__(self, reconnect_s: float, lease_s: float = LEASE_S, dialer: Dialer | None = None) -> None:
+    def __init__(self, reconnect_s: float, lease_s: float, dialer: Dialer) -> None:
         self._reconnect_s = reconnect_s
-        self._dialer = dialer or Dialer()
+        self._dialer = dialer
         self._lease_s = lease_s
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._connections: dict[Worker, Connection] = {}

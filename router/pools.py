@@ -1,8 +1,8 @@
 """Where the roles run: Ray places and restarts one actor a worker, and one controller that keeps them.
 
 An actor hosts a role's gRPC server on its own event loop and starts it in its constructor, because that alone is run
-again after a restart. It then tells the router (role, worker_id, address, incarnation), and goes on telling it every
-few seconds: the router forgets the pools when it is restarted itself. Actor calls carry control only, never tokens.
+again after a restart. It then tells every router (role, worker_id, address, incarnation), and goes on telling it every
+few seconds: a router forgets the pools when it is restarted itself. Actor calls carry control only, never tokens.
 
 All actors are named ``CLUSTER/WORKER_ID`` and detached: they live until the controller ends them, or whoever ends the
 cluster. The name is all that is needed to find one.
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from draftwood.config import ActorSettings, ClusterConfig, DraftSettings, RouterSettings, VerifierSettings
@@ -25,7 +26,6 @@ from router.controller import Controller, ControllerStatus
 from router.scaling import PoolLimits, PoolState
 from router.state import WorkerState
 
-ROUTER_ID = "router-0"
 CONTROLLER_ID = "controller-0"
 SERVERS = {
     "router": "router.server:RouterServer",
@@ -42,6 +42,8 @@ SOME_CPU = 0.01
 """Asked for an actor that reserves nothing: Ray brings no node for an empty request."""
 STOP_SLACK_S = 1.0
 """For a server to end after its grace."""
+SURER = ("DRAINING", "READY", "STARTING", "LOST")
+"""What one router says of a worker's health counts before what another says that stands further back."""
 
 Settings = RouterSettings | VerifierSettings | DraftSettings
 
@@ -70,6 +72,10 @@ class Plan:
     config: ClusterConfig
     servers: dict[str, str]  # "module:Class", by role
     across_nodes: bool  # workers must be reached from other machines
+
+    @property
+    def router_ids(self) -> list[str]:
+        return [f"router-{k}" for k in range(self.config.router.count)]
 
     def name(self, worker_id: str) -> str:
         return f"{self.config.name}/{worker_id}"
@@ -101,7 +107,7 @@ class RoleActor:
         self._stopping = False
         self._server: Any = _load(spec.plan.servers[spec.role])(_settings_here(spec))
         self._address: str = await self._server.start()
-        self._registering = asyncio.create_task(self._keep_registered())
+        self._registering = [asyncio.create_task(self._keep_registered(each)) for each in self._routers()]
 
     async def info(self) -> tuple[str, str, int]:
         """Address, incarnation, process id."""
@@ -117,23 +123,28 @@ class RoleActor:
 
     async def stop(self, grace_s: float) -> None:
         self._stopping = True
-        self._registering.cancel()
+        for task in self._registering:
+            task.cancel()
         await self._server.stop(grace_s)
 
-    async def _keep_registered(self) -> None:
+    def _routers(self) -> list[str]:
+        """Those to register with, one independently of another."""
+        return self._spec.plan.router_ids
+
+    async def _keep_registered(self, router_id: str) -> None:
         ray = import_ray()
         while True:
             try:
-                router = _actor(self._spec.plan, ROUTER_ID)
+                router = _actor(self._spec.plan, router_id)
                 words = (self._spec.role, self._spec.worker_id, self._address, self._server.incarnation)
                 await router.register.remote(*words)
             except (ValueError, ray.exceptions.RayError) as error:  # no router now, or it refuses us
-                log.warning("not_registered", worker_id=self._spec.worker_id, error=str(error))
+                log.warning("not_registered", worker_id=self._spec.worker_id, router=router_id, error=str(error))
             await asyncio.sleep(REGISTER_EVERY_S)
 
 
 class RouterActor(RoleActor):
-    """The router's actor; besides, it is the controller's way to the router and the router's to the controller."""
+    """A router's actor; besides, it is the controller's way to the router and the router's to the controller."""
 
     async def __init__(self, spec: ActorSpec) -> None:  # type: ignore[misc]  # Ray awaits it
         await super().__init__(spec)
@@ -159,8 +170,8 @@ class RouterActor(RoleActor):
         states: tuple[PoolState, ...] = self._server.pools.states
         return states
 
-    async def _keep_registered(self) -> None:
-        """It is the one that others register with."""
+    def _routers(self) -> list[str]:
+        return []  # routers know nothing of each other
 
     async def _scale(self, asked: Mapping[str, int]) -> Sequence[PoolState]:
         ray = import_ray()
@@ -198,7 +209,7 @@ class ControllerActor:
         return self._controller.scale(asked)
 
     async def end(self, grace_s: float) -> None:
-        """Ends all actors but this one, the router first so that requests may finish."""
+        """Ends all actors but this one, the routers first so that requests may finish."""
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
         await self._controller.stop()
@@ -224,16 +235,16 @@ class RayFleet:
         return found
 
     async def existing(self) -> set[str]:
-        return await existing(self._plan) - {ROUTER_ID, CONTROLLER_ID}
+        return await existing(self._plan) - {*self._plan.router_ids, CONTROLLER_ID}
 
-    async def ensure_router(self) -> str:
-        try:
-            _actor(self._plan, ROUTER_ID)
-        except ValueError:
-            section = self._plan.config.router
-            create(RouterActor, ActorSpec("router", ROUTER_ID, section.settings, section.actor, self._plan))
-        address: str = (await self._ask(ROUTER_ID, "info"))[0]
-        return address
+    async def ensure_routers(self) -> dict[str, str]:
+        section = self._plan.config.router
+        for router_id, settings in zip(self._plan.router_ids, section.each(), strict=True):
+            try:
+                _actor(self._plan, router_id)
+            except ValueError:
+                create(RouterActor, ActorSpec("router", router_id, settings, section.actor, self._plan))
+        return {router_id: info[0] for router_id, info in (await self._ask_routers("info")).items()}
 
     def create(self, pool: str, worker_id: str) -> None:
         chosen = self._pools[pool]
@@ -261,32 +272,31 @@ class RayFleet:
         kill(self._plan, worker_id)
 
     async def workers(self) -> list[WorkerState]:
-        states: list[WorkerState] = await self._ask(ROUTER_ID, "workers")
-        return states
+        return seen_by_all((await self._ask_routers("workers")).values())
 
     async def drain(self, worker_id: str) -> None:
-        await self._ask(ROUTER_ID, "drain", worker_id)
+        await self._ask_routers("drain", worker_id)
 
     async def remove(self, worker_id: str) -> None:
-        await self._ask(ROUTER_ID, "remove", worker_id)
+        await self._ask_routers("remove", worker_id)
 
     async def publish(self, pools: Sequence[PoolState]) -> None:
-        await self._ask(ROUTER_ID, "publish", tuple(pools))
+        await self._ask_routers("publish", tuple(pools))
 
     async def request_nodes(self, counts: Mapping[str, int]) -> None:
-        places = [self._plan.config.router.actor]
+        places = [self._plan.config.router.actor] * self._plan.config.router.count
         places += [self._pools[name].actor for name, count in counts.items() for _ in range(count)]
         await asyncio.to_thread(_request, [bundle(place) for place in places], [p.label_selector for p in places])
 
     async def published(self) -> dict[str, int]:
-        states: tuple[PoolState, ...] = await self._ask(ROUTER_ID, "published")
-        return {state.limits.name: state.wanted for state in states}
+        told = await self._ask_routers("published")
+        return next(({s.limits.name: s.wanted for s in states} for states in told.values() if states), {})
 
     async def end(self, grace_s: float) -> None:
-        """Ends the router, then all workers; asks for no nodes any more."""
+        """Ends the routers, then all workers; asks for no nodes any more."""
         if self._plan.config.ray.autoscaler:
             await asyncio.to_thread(_request, [], [])
-        await self._end(ROUTER_ID, grace_s)
+        await asyncio.gather(*(self._end(router_id, grace_s) for router_id in self._plan.router_ids))
         await asyncio.gather(*(self._end(worker_id, grace_s) for worker_id in await self.existing()))
 
     async def _end(self, worker_id: str, grace_s: float) -> None:
@@ -295,6 +305,26 @@ class RayFleet:
         except DraftwoodError as error:
             log.info("actor_not_stopped_gently", worker_id=worker_id, error=str(error))
         kill(self._plan, worker_id)
+
+    async def _ask_routers(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Answers by router, in order. Who has not answered ``STOP_SLACK_S`` after the first is left out.
+
+        Raises Unavailable ACTOR_FAILED if none answers.
+        """
+        asked = {each: asyncio.create_task(self._ask(each, method, *arguments)) for each in self._plan.router_ids}
+        waiting = set(asked.values())
+        try:
+            while waiting and not _answered(asked):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting:
+                await asyncio.wait(waiting, timeout=STOP_SLACK_S)
+        finally:
+            for task in asked.values():
+                task.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
+        if answers := _answered(asked):
+            return answers
+        return {each: task.result() for each, task in asked.items()}  # raises
 
     async def _ask(self, worker_id: str, method: str, *arguments: Any) -> Any:
         """Raises what the actor raised of ours, else Unavailable ACTOR_FAILED."""
@@ -305,6 +335,21 @@ class RayFleet:
             if told := verdict(error):
                 raise told from error
             raise Unavailable("ACTOR_FAILED", f"{worker_id} does not answer: {cause(error)}") from error
+
+
+def _answered(asked: Mapping[str, asyncio.Task[Any]]) -> dict[str, Any]:
+    done = {each: task for each, task in asked.items() if task.done() and not task.cancelled()}
+    return {each: task.result() for each, task in done.items() if not task.exception()}
+
+
+def seen_by_all(views: Iterable[Sequence[WorkerState]]) -> list[WorkerState]:
+    """What several routers know, each worker once and with the most sessions that one tells of."""
+    seen: dict[str, WorkerState] = {}
+    for state in itertools.chain.from_iterable(views):
+        known = seen.get(state.worker_id, state)
+        best = min(known, state, key=lambda each: SURER.index(each.health))
+        seen[state.worker_id] = replace(best, sessions=max(known.sessions, state.sessions))
+    return list(seen.values())
 
 
 def bundle(place: ActorSettings) -> dict[str, float]:

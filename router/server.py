@@ -52,7 +52,7 @@ class RouterServer:
         access = Access(
             tls_files(settings), insecure=settings.insecure, tokens=book, certificates=settings.client_certificates
         )
-        self._links = Links(settings.reconnect_s, dialer=Dialer(tls_files(settings)))
+        self._links = Links(settings.reconnect_s, settings.lease_s, Dialer(tls_files(settings)))
         self._registry = Registry(on_join=lambda w: self._links.start(self._registry, w), on_leave=self._left)
         self._state = RouterState(settings, self._registry, Chooser(self._registry, rng or random.Random()))
         self._service = RouterServicer(self._state, self.incarnation, Quotas(book) if book else None)

@@ -31,7 +31,7 @@ class ClusterRecord:
     """What the state file says."""
 
     pid: int
-    address: str  # of the router
+    address: str  # of the router; several with commas
     config: str
     started: float  # seconds since 1970
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = {1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 18, 20, 21, 22, 23, 28, 31, 33, 34, 35, 37, 42}
+KINDS = {1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 18, 20, 21, 22, 23, 26, 28, 31, 33, 34, 35, 37, 39, 41, 42, 43}
 IN_NAME = re.compile(r"test_bugs?_(\d+)(?:_(and|to)_(\d+))?_")
 IN_DOCSTRING = re.compile(r"Bug kinds? (\d+(?:(?:, | and | to )\d+)*)")
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from draftwood.choices import choice_seed
-from draftwood.client import Chunk, DraftwoodClient, Event, Finished, Message, Started
+from draftwood.client import RESUME_PAUSE_S, Chunk, DraftwoodClient, Event, Finished, Message, Started
 from draftwood.config import RouterSettings
-from draftwood.errors import Internal, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from draftwood.rpc.server import RpcServer
-from draftwood.v1 import router_pb2, verifier_pb2
+from draftwood.v1 import draft_pb2, router_pb2, verifier_pb2
+from draftwood.wire import error_to_proto
 from router.server import RouterServer
 from tests.router.harness import ScriptedCluster, until
-from tests.router.scripted import scripted_text
+from tests.router.scripted import scripted_text, scripted_token
 
 
 @pytest.fixture
@@ -253,10 +255,10 @@ class BreakingRouter(SkippingRouter):
     """Breaks the first call: one of its texts has ended, one has begun, one has not. Is not back at once."""
 
     def __init__(self) -> None:
-        self.asked: list[verifier_pb2.Generation] = []
+        self.asked: list[router_pb2.RouterServiceGenerateRequest] = []
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
-        self.asked.append(request.generation)
+        self.asked.append(request)
         first = len(self.asked) == 1
         if 1 < len(self.asked) < 4:
             raise Unavailable("LOADING", "not yet")
@@ -269,12 +271,16 @@ class BreakingRouter(SkippingRouter):
         chunk = verifier_pb2.Chunk(offset=0, tokens=[1], pieces=["a"])
         finished = verifier_pb2.Finished(stop_string="a", reason=verifier_pb2.FINISH_REASON_STOP)
         return [
-            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=1), index=0),
-            verifier_pb2.GenerationEvent(started=verifier_pb2.Started(seed=2), index=2),
+            verifier_pb2.GenerationEvent(started=self.started(0), index=0),
+            verifier_pb2.GenerationEvent(started=self.started(2), index=2),
             verifier_pb2.GenerationEvent(chunk=chunk, index=2),
             verifier_pb2.GenerationEvent(chunk=chunk, index=0),
             verifier_pb2.GenerationEvent(finished=finished, index=0),
         ]
+
+    def started(self, index: int) -> verifier_pb2.Started:
+        seed = choice_seed(self.asked[0].generation.sampling.seed, index)
+        return verifier_pb2.Started(seed=seed, model="m", rule=draft_pb2.RULE_REJECTION)
 
     def whole(self, generation: verifier_pb2.Generation) -> list[verifier_pb2.GenerationEvent]:
         have = len(generation.resume_tokens)
@@ -294,9 +300,12 @@ async def test_after_a_break_only_the_texts_that_have_not_ended_are_asked_for() 
     async with DraftwoodClient(address) as client:
         events = await collect(client, n=3, temperature=1.0, seed=5)
     await server.stop(0.0)
-    assert router.asked[0].n == 3
+    assert router.asked[0].generation.n == 3
     begun, unseen = (choice_seed(5, 2), 1), (choice_seed(5, 1), 0)
-    assert sorted((g.sampling.seed, len(g.resume_tokens)) for g in router.asked[1:]) == sorted([begun, unseen] * 2)
+    asked = [request.generation for request in router.asked[1:]]
+    assert sorted((g.sampling.seed, len(g.resume_tokens)) for g in asked) == sorted([begun, unseen] * 2)
+    chosen = {(len(r.generation.resume_tokens), r.model, r.generation.speculation.rule) for r in router.asked[1:]}
+    assert chosen == {(1, "m", draft_pb2.RULE_REJECTION), (0, "", draft_pb2.RULE_UNSPECIFIED)}
     for k, stop, length in ((0, "a", 1), (1, 7, 4), (2, 7, 4)):
         own = [event for event in events if event.index == k]
         assert [type(event) for event in (own[0], own[-1])] == [Started, Finished]
@@ -338,3 +347,151 @@ async def test_a_missing_token_is_an_error_not_a_text() -> None:
         with pytest.raises(Internal, match="CHUNK_GAP"):
             await collect(client)
     await server.stop(0.0)
+
+
+class StubRouter(SkippingRouter):
+    """Answers as it is told to: raises, or breaks after so many tokens of a text, which are those of its seed."""
+
+    def __init__(self, *answers: DraftwoodError | int, model: str = "m") -> None:
+        self.answers = list(answers)
+        self.asked: list[router_pb2.RouterServiceGenerateRequest] = []
+        self.model = model
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.RouterServiceGenerateResponse]:
+        self.asked.append(request)
+        answer = self.answers.pop(0) if self.answers else 12
+        if isinstance(answer, DraftwoodError):
+            yield router_pb2.RouterServiceGenerateResponse(
+                event=verifier_pb2.GenerationEvent(error=error_to_proto(answer))
+            )
+            raise answer
+        generation = request.generation
+        started = verifier_pb2.Started(seed=generation.sampling.seed, model=request.model or self.model)
+        yield router_pb2.RouterServiceGenerateResponse(event=verifier_pb2.GenerationEvent(started=started))
+        for at in range(len(generation.resume_tokens), answer):
+            chunk = verifier_pb2.Chunk(offset=at, tokens=[scripted_token(generation.sampling.seed, at)], pieces=["a"])
+            yield router_pb2.RouterServiceGenerateResponse(event=verifier_pb2.GenerationEvent(chunk=chunk))
+        if answer < 12:
+            raise Unavailable("TRANSPORT", "broken")
+        finished = verifier_pb2.Finished(reason=verifier_pb2.FINISH_REASON_LENGTH)
+        yield router_pb2.RouterServiceGenerateResponse(event=verifier_pb2.GenerationEvent(finished=finished))
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        return router_pb2.GetStatusResponse(status=router_pb2.Status(incarnation=self.model))
+
+    async def WatchStatus(self, request: Any, context: Any) -> Any:
+        for answer in self.answers:
+            raise answer  # type: ignore[misc]
+        yield router_pb2.WatchStatusResponse(status=router_pb2.Status(incarnation=self.model))
+
+
+NO_VERIFIER = Unavailable("NO_VERIFIER", "no verifier is ready", retry_after_ms=500)
+UNKNOWN = NotFound("MODEL_UNKNOWN", "'m' is not served")
+
+
+@asynccontextmanager
+async def client_of(*routers: StubRouter, first: int = 0, **options: Any) -> AsyncIterator[DraftwoodClient]:
+    """A client of these routers, in this order from ``first`` on."""
+    servers, addresses = [], []
+    for router in routers:
+        server = RpcServer()
+        server.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], router)
+        addresses.append(await server.start("127.0.0.1:0"))
+        servers.append(server)
+    async with DraftwoodClient(*addresses, **options) as client:
+        client._lines._at = first
+        yield client
+    for server in servers:
+        await server.stop(0.0)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_goes_on_at_another_router_at_once_with_what_it_has(first: int) -> None:
+    one, other = StubRouter(5), StubRouter(5)
+    (one, other)[1 - first].answers = []
+    async with client_of(one, other, first=first) as client:
+        begun = time.monotonic()
+        events = await collect(client, seed=3)
+        assert time.monotonic() - begun < RESUME_PAUSE_S, "there is nothing to wait for"
+    assert tokens_of(events) == scripted_text(3, 12) and sum(isinstance(e, Started) for e in events) == 1
+    (again,) = (one, other)[1 - first].asked
+    assert list(again.generation.resume_tokens) == scripted_text(3, 5) and again.model == "m"
+
+
+async def test_a_text_that_has_begun_stays_with_its_model_and_seed() -> None:
+    """Another router, or one that has just started, may know other models: nothing is left to its choice."""
+    one, other = StubRouter(5, model="m"), StubRouter(model="n")
+    async with client_of(one, other) as client:
+        await collect(client, temperature=1.0, seed=9)
+    assert (other.asked[0].model, other.asked[0].generation.sampling.seed) == ("m", 9)
+
+
+async def test_a_text_that_has_begun_waits_for_a_router_that_knows_its_model() -> None:
+    one, other = StubRouter(5, NO_VERIFIER, UNKNOWN), StubRouter(UNKNOWN, UNKNOWN, UNKNOWN)
+    async with client_of(one, other) as client:
+        assert tokens_of(await collect(client, seed=3)) == scripted_text(3, 12)
+        with pytest.raises(NotFound):
+            one.answers, other.answers = [UNKNOWN], [UNKNOWN]
+            await collect(client, seed=3)
+
+
+async def test_a_request_goes_to_the_next_router_if_one_cannot_serve() -> None:
+    """Each is asked once; what a router refuses for good reason is not asked elsewhere."""
+    draining, served = StubRouter(*[Unavailable("DRAINING", "the router is shutting down")] * 3), StubRouter()
+    async with client_of(draining, served) as client:
+        for _ in range(2):
+            assert tokens_of(await collect(client, seed=4)) == scripted_text(4, 12)
+        assert (len(draining.asked), len(served.asked)) == (1, 2), "it stays with the one that serves"
+        assert len(await collect(client, n=2, seed=4, temperature=1.0)) > 0
+    one, other = StubRouter(NO_VERIFIER, NO_VERIFIER), StubRouter(NO_VERIFIER, NO_VERIFIER)
+    async with client_of(one, other) as client:
+        with pytest.raises(Unavailable, match="NO_VERIFIER"):
+            await collect(client)
+        with pytest.raises(Unavailable, match="NO_VERIFIER"):
+            await collect(client, n=2, temperature=1.0)
+        assert (len(one.asked), len(other.asked)) == (2, 2)
+    one, other = StubRouter(ResourceExhausted("CLIENT_TOKENS", "too many")), StubRouter()
+    async with client_of(one, other) as client:
+        with pytest.raises(ResourceExhausted):
+            await collect(client)
+    assert other.asked == []
+
+
+async def test_status_comes_from_a_router_that_is_there() -> None:
+    one, other = StubRouter(model="one"), StubRouter(NO_VERIFIER, model="other")
+    async with client_of(one, other) as client:
+        assert (await client.status()).incarnation == "one"
+        client._lines._at = 1
+        async for state in client.watch_status():
+            assert state.incarnation == "one"
+    async with DraftwoodClient("127.0.0.1:1", "127.0.0.1:2") as client:
+        with pytest.raises(Unavailable, match="ROUTER_UNREACHABLE"):
+            await client.status()
+        with pytest.raises(Unavailable, match="ROUTER_UNREACHABLE"):
+            await anext(client.watch_status())
+
+
+async def test_a_client_needs_a_router_and_begins_with_any() -> None:
+    with pytest.raises(InvalidArgument, match=r"CONFIG.*addresses"):
+        DraftwoodClient()
+    begun = set()
+    for _ in range(64):
+        async with DraftwoodClient("127.0.0.1:1", "127.0.0.1:2") as client:
+            begun.add(client._lines.current.address)
+    assert len(begun) == 2
+
+
+async def test_a_router_that_does_not_answer_is_left_for_another() -> None:
+    """One whose host takes connections and says nothing, as a process that hangs does."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        server, router = RpcServer(), StubRouter()
+        server.add(router_pb2.DESCRIPTOR.services_by_name["RouterService"], router)
+        addresses = (f"127.0.0.1:{silent.getsockname()[1]}", await server.start("127.0.0.1:0"))
+        async with DraftwoodClient(*addresses) as client:
+            client._lines._at = 0
+            begun = time.monotonic()
+            assert tokens_of(await collect(client, seed=4)) == scripted_text(4, 12)
+            assert time.monotonic() - begun < 8
+        await server.stop(0.0)

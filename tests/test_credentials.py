@@ -204,8 +204,9 @@ def test_paths_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTWOOD_VERIFIER_TLS_CERT", "/v.crt")
     monkeypatch.setenv("DRAFTWOOD_VERIFIER_INSECURE", "true")
+    monkeypatch.setenv("DRAFTWOOD_VERIFIER_PAGE_TOKENS", "16")
     settings = VerifierSettings()
-    assert (settings.tls_cert, settings.insecure) == (Path("/v.crt"), True)
+    assert (settings.tls_cert, settings.insecure, settings.page_tokens) == (Path("/v.crt"), True, 16)
     monkeypatch.setenv("DRAFTWOOD_CA", "/ca.pem")
     monkeypatch.setenv("DRAFTWOOD_TOKEN", "dw_secret")
     client = load_client_settings(cert=None, key=Path("/k"))

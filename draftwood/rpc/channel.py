@@ -25,6 +25,8 @@ OPTIONS: Final = (
     # A restarted service is found again within two seconds, not two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # So long an attempt to connect may take: a host that is gone does not answer at all. gRPC's default is 20 s.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # Two channels never share a connection: a busy stream holds up no other.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -1,7 +1,10 @@
-"""A client's connection to a router, with what shows who the client is."""
+"""A client's connections to routers, with what shows who the client is."""
 
 from __future__ import annotations
 
+import asyncio
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -20,6 +23,7 @@ class RouterLine:
 
     def __init__(self, address: str, settings: ClientSettings) -> None:
         """Raises InvalidArgument CONFIG if what the settings name cannot be used, or a token would go unprotected."""
+        self.address = address
         files = TlsFiles(settings.cert, settings.key, settings.ca)
         secured = settings.tls or bool(files.paths)
         self._given = settings.token
@@ -48,6 +52,33 @@ class RouterLine:
     async def close(self) -> None:
         """Breaks off the calls that run."""
         await self._connection.close()
+
+
+class RouterLines:
+    """The routers of one cluster, of which one is used until it is left for the next. Any of them is the first."""
+
+    def __init__(self, addresses: Sequence[str], settings: ClientSettings) -> None:
+        """Raises InvalidArgument CONFIG; see ``RouterLine``."""
+        if not addresses:
+            raise InvalidArgument("CONFIG", "a client needs the address of a router", field="addresses")
+        self._lines = [RouterLine(address, settings) for address in addresses]
+        self._at = random.randrange(len(self._lines))
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @property
+    def current(self) -> RouterLine:
+        return self._lines[self._at]
+
+    def leave(self, line: RouterLine) -> None:
+        """The next router is the current one, unless this one has been left already."""
+        if self.current is line:
+            self._at = (self._at + 1) % len(self._lines)
+
+    async def close(self) -> None:
+        """Breaks off the calls that run."""
+        await asyncio.gather(*(line.close() for line in self._lines))
 
 
 def _watched_token(path: Path) -> Watched[str]:

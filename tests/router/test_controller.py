@@ -40,8 +40,8 @@ class MemoryFleet:
     async def existing(self) -> set[str]:
         return set(self.names)
 
-    async def ensure_router(self) -> str:
-        return "router:1"
+    async def ensure_routers(self) -> dict[str, str]:
+        return {"router-0": "router:1"}
 
     def create(self, pool: str, worker_id: str) -> None:
         self.told.append(f"create {worker_id}")
@@ -309,7 +309,7 @@ async def test_runs_on_until_it_is_cancelled() -> None:
     async with asyncio.timeout(5):
         while bench.state("draft").ready < 2:
             await asyncio.sleep(0.01)
-    assert bench.controller.status().address == "router:1" and not bench.controller.status().error
+    assert bench.controller.status().routers == {"router-0": "router:1"} and not bench.controller.status().error
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await bench.controller.stop()

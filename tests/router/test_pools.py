@@ -63,7 +63,7 @@ def config() -> ClusterConfig:
     unbindable = VerifierSettings(name="scripted", listen="203.0.113.1:0", insecure=True)
     return ClusterConfig(
         name="test",
-        router=RouterSection(settings=RouterSettings(reconnect_s=0.1)),
+        router=RouterSection(count=2, settings=RouterSettings(reconnect_s=0.1)),
         verifiers=[
             VerifierPool(name="verifier", max=2, settings=VerifierSettings(name="scripted")),
             VerifierPool(name="unloadable", count=0, max=1, settings=unloadable),
@@ -95,6 +95,7 @@ async def test_a_clusters_life(importable_tests: None) -> None:
         await cluster.wait_ready(60, told.append)
         assert {step.worker_id for step in told if step.stage == "ready"} == {
             "router-0",
+            "router-1",
             "verifier-0",
             "draft-0",
             "draft-1",
@@ -111,15 +112,20 @@ async def test_a_clusters_life(importable_tests: None) -> None:
     assert children() - before == set()
 
 
+def client_of(address: str) -> DraftwoodClient:
+    """Knows all routers, as ``draftwood --address`` would."""
+    return DraftwoodClient(*address.split(","))
+
+
 async def answers(address: str) -> None:
-    async with DraftwoodClient(address) as client:
+    async with client_of(address) as client:
         events = [event async for event in client.generate("hi", max_tokens=5)]
     assert isinstance(events[-1], Finished) and events[-1].usage.completion_tokens == 5
 
 
 async def grows_with_its_load_and_shrinks_again(address: str) -> None:
     """A verifier has eight sessions at most, and twelve texts come."""
-    async with DraftwoodClient(address) as client:
+    async with client_of(address) as client:
         texts = [asyncio.create_task(answer(client, seed)) for seed in range(12)]
         grown = await status_when(address, lambda state: named(state, "verifier").ready == 2)
         assert named(grown, "verifier").decision.startswith("on: ")
@@ -146,17 +152,40 @@ async def replaces_a_killed_worker(worker_id: str) -> None:
 
 
 async def outlives_the_router(address: str) -> None:
-    """A restarted router is found where it was, and its workers and the controller find it."""
-    os.kill((await actor("router-0").info.remote())[2], signal.SIGKILL)
-    await asyncio.sleep(0.5)
-    state = await status_when(address, lambda state: ready(state) == {"verifier": 1, "draft": 2})
-    assert {worker.health for worker in (*state.verifiers, *state.drafts)} == {"ready"}
+    """Texts go on at the other one; a restarted router is found where it was, and its workers and the controller too.
+
+    With both dead the pools are what they were as soon as one is back.
+    """
+    one, other = address.split(",")
+    async with DraftwoodClient(one, other) as client:
+        texts = [asyncio.create_task(answer(client, seed)) for seed in range(4)]
+        await asyncio.sleep(0.3)
+        await kill_router("router-0")
+        await answers(other)
+        await answers(address)
+        assert [await text for text in texts] == [scripted_text(seed, 120) for seed in range(4)]
+    await knows_its_workers(one)
+    for router_id in ("router-0", "router-1"):
+        await kill_router(router_id)
+    for each in (one, other):
+        await knows_its_workers(each)
     await answers(address)
+
+
+async def kill_router(router_id: str) -> None:
+    os.kill((await actor(router_id).info.remote())[2], signal.SIGKILL)
+
+
+async def knows_its_workers(address: str) -> None:
+    state = await status_when(address, lambda state: ready(state) == {"verifier": 1, "draft": 2})
+    workers_of_it = await status_when(address, lambda state: len(state.verifiers) + len(state.drafts) == 3)
+    assert {worker.health for worker in (*workers_of_it.verifiers, *workers_of_it.drafts)} == {"ready"}
+    assert sum(pool.wanted for pool in state.pools) == 3
 
 
 async def outlives_the_controller(address: str) -> None:
     """A restarted controller finds the workers as they are, and wants what was wanted."""
-    async with DraftwoodClient(address) as client:
+    async with client_of(address) as client:
         await client.scale({"draft": 1})
         await status_when(address, lambda state: ready(state)["draft"] == 1 and len(state.drafts) == 1)
         before = await workers()
@@ -179,7 +208,7 @@ async def scaled_when_it_is_back(client: DraftwoodClient) -> tuple[PoolState, ..
 
 
 async def names_what_cannot_start(cluster: Cluster, address: str) -> None:
-    async with DraftwoodClient(address) as client:
+    async with client_of(address) as client:
         for pool, reason in (("unloadable", "MODEL_UNKNOWN: there is no model"), ("unbindable", "BIND")):
             await client.scale({pool: 1})
             with pytest.raises(Unavailable, match=f"ACTOR_FAILED: .*{pool}-0 does not start: .*{reason}"):
@@ -200,7 +229,7 @@ def ready(state: ClusterState) -> dict[str, int]:
 
 
 async def status_when(address: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
-    async with DraftwoodClient(address) as client, asyncio.timeout(30):
+    async with client_of(address) as client, asyncio.timeout(30):
         while True:
             try:
                 state = await client.status()

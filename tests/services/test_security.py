@@ -263,11 +263,13 @@ async def test_a_client_goes_on_with_its_new_certificate_and_token(
     assert settings.cert and settings.key
     authority.issue_to((settings.cert, settings.key), role_name("client"))
     assert await client.models()
-    assert not text.done() and len(client._line._connection._retired) == 1
+    assert not text.done() and len(client._lines.current._connection._retired) == 1
     with pytest.raises(ResourceExhausted, match="CLIENT_CONCURRENCY"):
         await collect(client, "The sky is", max_tokens=1)
     assert len((await text).tokens) == 60
-    await until(lambda: not client._line._connection._retired, what="the old channel is closed when its calls end")
+    await until(
+        lambda: not client._lines.current._connection._retired, what="the old channel is closed when its calls end"
+    )
     token.write_text(old)
     with pytest.raises(Unauthenticated, match="TOKEN"):
         await client.models()
@@ -428,7 +430,13 @@ async def test_no_secret_is_logged_or_shown(
     cluster = await secured.start("ngram", clients=clients)
     base = authority.client("client")
     client = await secured.client(cluster.router, base.model_copy(update={"token_file": _written(tmp_path, token)}))
-    said = [repr(await client.status()), repr(client), repr(vars(client)), repr(vars(client._line)), repr(base)]
+    said = [
+        repr(await client.status()),
+        repr(client),
+        repr(vars(client)),
+        repr(vars(client._lines.current)),
+        repr(base),
+    ]
     await collect(client, "The sky is", max_tokens=20, **SAMPLED)
     bad = await secured.client(cluster.router, ClientSettings(**base.model_dump(exclude={"token"}), token=wrong))
     for work in (bad.models(), bad.status()):
