@@ -18,7 +18,7 @@ import numpy as np
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionGrowth
+from draftwood.wire import Drawing, SessionGrowth
 
 Key = tuple[int, int]
 """A session at this worker: (link to a verifier, handle on it)."""
@@ -37,6 +37,7 @@ class SessionStart:
     max_depth: int
     max_context_tokens: int
     rule: Rule = Rule.SHARED_NOISE  # at a temperature above 0
+    drawing: Drawing = field(default_factory=Drawing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class SessionCommitted:
     length: int
     tokens: tuple[int, ...]
     budget: int
+    drawing: Drawing = field(default_factory=Drawing)  # a wish: what does not keep to it is drawn for nothing
 
     def check_follows(self, known: int) -> None:
         """Raises ValueError unless a text of ``known`` tokens goes on with these."""

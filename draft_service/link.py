@@ -25,8 +25,10 @@ from draftwood.v1.verifier_pb2_grpc import VerifierServiceStub
 from draftwood.vocabulary import check
 from draftwood.wire import (
     PROTOCOL_VERSION,
+    Drawing,
     SessionGrowth,
     decode_commits,
+    drawing_from_proto,
     encode_growth,
     error_from_proto,
     tokenizer_from_proto,
@@ -65,6 +67,7 @@ class VerifierLink:
         self._dialer = dialer
         self._handles = itertools.count(1)
         self._sessions: dict[str, _Attached] = {}
+        self._drawing = Drawing()
         self._canary = ""  # the session that the verifier tries our guesses on; nobody has attached us to it
         self._welcome: asyncio.Future[draft_pb2.Welcome] = asyncio.get_running_loop().create_future()
         self._outbox = draft_pb2.SpeculateRequest()
@@ -162,6 +165,8 @@ class VerifierLink:
     def _handle(self, response: draft_pb2.SpeculateResponse) -> None:
         if response.HasField("welcome"):
             self._greet(response.welcome)
+        if response.HasField("drawing"):
+            self._drawing = drawing_from_proto(response.drawing)
         for start in response.starts:
             self._start(start)
         if response.HasField("commits"):
@@ -202,6 +207,7 @@ class VerifierLink:
             max_depth=welcome.caps.max_depth,
             max_context_tokens=welcome.caps.max_context_tokens,
             rule=RULES.get(start.rule, Rule.SHARED_NOISE),
+            drawing=self._drawing,
         )
         loop, handle = asyncio.get_running_loop(), start.handle
 
@@ -216,12 +222,12 @@ class VerifierLink:
 
     def _commit(self, message: draft_pb2.Commits) -> None:
         """Hands over all sessions' commits at once, so that the next level takes them together."""
-        commits = decode_commits(message)
+        commits, drawing = decode_commits(message), self._drawing
         loop = asyncio.get_running_loop()
 
         def run() -> None:
             for c in commits:
-                committed = SessionCommitted(c.epoch, c.length, c.tokens, c.budget)
+                committed = SessionCommitted(c.epoch, c.length, c.tokens, c.budget, drawing)
                 if not self._core.commit((self.link_id, c.handle), committed):
                     loop.call_soon_threadsafe(self.tell, (), [c.handle])
 

@@ -158,6 +158,7 @@ def status_tables(state: ClusterState) -> Iterable[Table | str]:
     if state.pools:
         yield pool_table(state.pools)
     yield _verifier_table(state.verifiers)
+    yield from (f"width policy at {v.address}, {v.decision}" for v in state.verifiers if v.cap)
     yield _draft_table(state.drafts)
     yield (
         f"requests: {state.requests} running, {state.requests_total} in all, {state.requests_failed} failed; "
@@ -176,13 +177,14 @@ def pool_table(pools: Iterable[PoolState]) -> Table:
 
 
 def _verifier_table(verifiers: Iterable[VerifierState]) -> Table:
-    table = _table("verifiers", "address", "health", "model", "device", "sessions", "pages free", "step", "width")
+    table = _table("verifiers", "address", "health", "model", "device", "sessions", "pages free", "step", "width", "cap")
     for v in verifiers:
         sessions = f"{v.running}+{v.waiting}/{v.max_sessions}"
         pages = f"{v.free_pages}/{v.total_pages}"
         table.add_row(
-            v.address, _health(v.health), v.model, v.device, sessions, pages, f"{v.step_ms:.1f} ms", f"{v.width:.1f}"
-        )
+            v.address, _health(v.health), v.model, v.device, sessions, pages, f"{v.step_ms:.1f} ms", f"{v.width:.1f}",
+            v.cap or "none",
+        )  # fmt: skip
     return table
 
 
@@ -207,7 +209,7 @@ def _draft_table(drafts: Iterable[DraftState]) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column not in ("model", "last"))
+        table.add_column(column, overflow="fold", no_wrap=column not in ("model", "last", "cap"))
     return table
 
 

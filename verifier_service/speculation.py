@@ -17,9 +17,11 @@ from draftwood.v1 import draft_pb2
 from draftwood.vocabulary import Vocabulary, check
 from draftwood.wire import (
     PROTOCOL_VERSION,
+    Drawing,
     SessionCommit,
     SessionGrowth,
     decode_growth,
+    drawing_to_proto,
     encode_commits,
     error_to_proto,
     smaller_caps,
@@ -247,6 +249,11 @@ class DraftLink:
         """Queues what a step has to say; all of it goes into one message."""
         self._commits += commits
         self._outbox.stops.extend(draft_pb2.Stop(handle=handle) for handle in stops)
+        self._wake.set()
+
+    def ask_to_draw(self, drawing: Drawing) -> None:
+        """Says how to draw from now on; after the welcome."""
+        self._outbox.drawing.CopyFrom(drawing_to_proto(drawing))
         self._wake.set()
 
     def drain(self) -> None:

@@ -8,6 +8,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GrowthRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GROWTH_RULE_UNSPECIFIED: _ClassVar[GrowthRule]
+    GROWTH_RULE_CHAIN: _ClassVar[GrowthRule]
+
 class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RULE_UNSPECIFIED: _ClassVar[Rule]
@@ -15,6 +20,8 @@ class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RULE_SHARED_NOISE: _ClassVar[Rule]
     RULE_REJECTION: _ClassVar[Rule]
     RULE_TYPICAL: _ClassVar[Rule]
+GROWTH_RULE_UNSPECIFIED: GrowthRule
+GROWTH_RULE_CHAIN: GrowthRule
 RULE_UNSPECIFIED: Rule
 RULE_GREEDY: Rule
 RULE_SHARED_NOISE: Rule
@@ -158,20 +165,30 @@ class Leave(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
-    __slots__ = ("welcome", "starts", "commits", "stops", "drain", "errors")
+    __slots__ = ("welcome", "starts", "commits", "stops", "drain", "errors", "drawing")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
+    DRAWING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     starts: _containers.RepeatedCompositeFieldContainer[Start]
     commits: Commits
     stops: _containers.RepeatedCompositeFieldContainer[Stop]
     drain: Drain
     errors: _containers.RepeatedCompositeFieldContainer[SessionError]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ...) -> None: ...
+    drawing: Drawing
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ..., drawing: _Optional[_Union[Drawing, _Mapping]] = ...) -> None: ...
+
+class Drawing(_message.Message):
+    __slots__ = ("max_depth", "growth")
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_FIELD_NUMBER: _ClassVar[int]
+    max_depth: int
+    growth: GrowthRule
+    def __init__(self, max_depth: _Optional[int] = ..., growth: _Optional[_Union[GrowthRule, str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "model", "tokenizer", "caps", "canary")
