@@ -181,7 +181,6 @@ class Memory:
     """What is remembered of one verifier."""
 
     nodes: Ladder
-    depth: Ladder = field(default_factory=lambda: Ladder(DEPTHS))
     caps: Caps = field(default_factory=Caps)
     counted: tuple[int, int] | None = None  # steps and nodes at the last look that had steps
     width: float = 0.0  # nodes a session and step, smoothed
@@ -193,6 +192,7 @@ class WidthPolicy:
     def __init__(self, settings: WidthPolicySettings) -> None:
         self._settings = settings
         self._memories: dict[str, Memory] = {}
+        self._depths: dict[str, Ladder] = {}  # by model: all its verifiers share the draft workers
 
     def decide(
         self, now: float, verifiers: Sequence[VerifierLook], drafts: Mapping[str, Sequence[DraftLook]]
@@ -201,28 +201,31 @@ class WidthPolicy:
 
         A verifier that is not among them is forgotten. Caps decided on are taken to be in force.
         """
-        before = self._memories
-        self._memories = {look.key: before.get(look.key) or self._met() for look in verifiers}
-        return {look.key: self._decide(now, look, drafts.get(look.model, ())) for look in verifiers}
+        memories, depths = self._memories, self._depths
+        self._memories = {look.key: memories.get(look.key) or self._met() for look in verifiers}
+        self._depths = {look.model: depths.get(look.model) or Ladder(DEPTHS) for look in verifiers}
+        busy = {model: _busy(drafts.get(model, ())) / self._settings.draft_busy for model in self._depths}
+        for model, ladder in self._depths.items():
+            sessions = sum(look.sessions for look in verifiers if look.model == model)
+            ladder.look(now, busy[model], sessions, self._settings)
+        return {look.key: self._decide(now, look, busy[look.model]) for look in verifiers}
 
     def _met(self) -> Memory:
         return Memory(Ladder([cap for cap in NODES if cap >= self._settings.min_nodes]))
 
-    def _decide(self, now: float, look: VerifierLook, drafts: Sequence[DraftLook]) -> Decision:
-        memory, settings = self._memories[look.key], self._settings
+    def _decide(self, now: float, look: VerifierLook, busy: float) -> Decision:
+        memory, depth, settings = self._memories[look.key], self._depths[look.model], self._settings
         _see_width(memory, look)
         signals = {WAIT: look.queue_wait_ms / settings.queue_wait_ms}
         if settings.step_ms:
             signals[STEP] = look.step_ms / settings.step_ms
-        busy = _busy(drafts) / settings.draft_busy
         memory.nodes.look(now, max(signals.values()), look.sessions, settings, memory.width)
-        memory.depth.look(now, busy, look.sessions, settings)
-        caps = Caps(memory.nodes.cap, memory.depth.cap)
+        caps = Caps(memory.nodes.cap, depth.cap)
         caps = replace(caps, chain=_chains(memory.caps, caps, busy))
         before, memory.caps = memory.caps, caps
         why = f"{max(signals, key=lambda name: signals[name])}: {memory.nodes.reason}"
-        if memory.depth.rung or busy > 1:
-            why += f"; {DRAFTS}: {memory.depth.reason}"
+        if depth.rung or busy > 1:
+            why += f"; {DRAFTS}: {depth.reason}"
         inputs = {**signals, DRAFTS: busy, "width": memory.width, "sessions": float(look.sessions)}
         return Decision(caps, before, why, inputs)
 
