@@ -158,7 +158,7 @@ def status_tables(state: ClusterState) -> Iterable[Table | str]:
     if state.pools:
         yield pool_table(state.pools)
     yield _verifier_table(state.verifiers)
-    yield from (f"width policy at {v.address}, {v.decision}" for v in state.verifiers if v.cap)
+    yield from (f"{v.address} is capped to {v.cap}; {v.decision}" for v in state.verifiers if v.cap)
     yield _draft_table(state.drafts)
     yield (
         f"requests: {state.requests} running, {state.requests_total} in all, {state.requests_failed} failed; "
@@ -177,14 +177,13 @@ def pool_table(pools: Iterable[PoolState]) -> Table:
 
 
 def _verifier_table(verifiers: Iterable[VerifierState]) -> Table:
-    table = _table("verifiers", "address", "health", "model", "device", "sessions", "pages free", "step", "width", "cap")
+    table = _table("verifiers", "address", "health", "model", "device", "sessions", "pages free", "step", "width")
     for v in verifiers:
         sessions = f"{v.running}+{v.waiting}/{v.max_sessions}"
         pages = f"{v.free_pages}/{v.total_pages}"
         table.add_row(
-            v.address, _health(v.health), v.model, v.device, sessions, pages, f"{v.step_ms:.1f} ms", f"{v.width:.1f}",
-            v.cap or "none",
-        )  # fmt: skip
+            v.address, _health(v.health), v.model, v.device, sessions, pages, f"{v.step_ms:.1f} ms", f"{v.width:.1f}"
+        )
     return table
 
 
@@ -209,7 +208,7 @@ def _draft_table(drafts: Iterable[DraftState]) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column not in ("model", "last", "cap"))
+        table.add_column(column, overflow="fold", no_wrap=column not in ("model", "last"))
     return table
 
 
