@@ -261,6 +261,21 @@ class Metrics:
         self.verifier_migrations = ReadCounter(
             "draftwood_verifier_migrations", "Generations moved to another verifier", registry=self.registry
         )
+        self._add_pools()
+        self._add_policy()
+        self.draft_sessions = Gauge(
+            "draftwood_draft_sessions", "Sessions that this draft worker is attached to", registry=self.registry
+        )
+        self.draft_nodes = ReadCounter(
+            "draftwood_draft_nodes", "Nodes that this draft worker has drawn", registry=self.registry
+        )
+        self.draft_idle_seconds = ReadCounter(
+            "draftwood_draft_idle_seconds", "Time in which this draft worker had nothing to do", registry=self.registry
+        )
+        self.rpc: dict[tuple[str, str], Counter] = {}
+
+    def _add_pools(self) -> None:
+        """Of the router's pools and its choices."""
         workers = Gauge("draftwood_workers", "Workers by role and health", ["role", "health"], registry=self.registry)
         self.workers: dict[tuple[WorkerRole, WorkerHealth], Gauge] = {
             (role, health): workers.labels(role, health)
@@ -288,6 +303,9 @@ class Metrics:
         self.choices: dict[tuple[WorkerRole, ChoiceBy], Counter] = {
             (role, by): choices.labels(role, by) for role in get_args(WorkerRole) for by in get_args(ChoiceBy)
         }
+
+    def _add_policy(self) -> None:
+        """Of the router's width policy."""
         changes = Counter(
             "draftwood_policy_changes", "Changes of the width policy's caps", ["direction"], registry=self.registry
         )
@@ -306,16 +324,6 @@ class Metrics:
         self.policy_pressure: dict[PolicySignal, Gauge] = {
             signal: pressure.labels(signal) for signal in get_args(PolicySignal)
         }
-        self.draft_sessions = Gauge(
-            "draftwood_draft_sessions", "Sessions that this draft worker is attached to", registry=self.registry
-        )
-        self.draft_nodes = ReadCounter(
-            "draftwood_draft_nodes", "Nodes that this draft worker has drawn", registry=self.registry
-        )
-        self.draft_idle_seconds = ReadCounter(
-            "draftwood_draft_idle_seconds", "Time in which this draft worker had nothing to do", registry=self.registry
-        )
-        self.rpc: dict[tuple[str, str], Counter] = {}
 
     def canary_share(self, model: str) -> Gauge:
         """Of the draft model of that name; names beyond the first ``MOST_MODELS`` share the name "other"."""

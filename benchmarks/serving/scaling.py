@@ -29,10 +29,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from results import Check, write
+from results import ROOT, Check, write
 
 from draftwood.client import ClusterState, DraftwoodClient
 from draftwood.config import ActorSettings, ClusterConfig
@@ -171,7 +171,8 @@ def autoscaling_config(address: str) -> dict[str, Any]:
         "cluster_name": "fake",
         "max_workers": 2 * MOST,
         "provider": {
-            "type": "fake_multinode",
+            "type": "external",  # by its name Ray looks for a file that the package lacks
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "gcs_address": address,
             "head_node_id": HEAD_ID,
             "launch_multiple": True,
