@@ -301,6 +301,7 @@ def plot(runs: dict[str, Any]) -> None:
         below.step(at, caps, where="pre", color="#d9822b", label=f"cap ({UNCAPPED}: none)")
         below.step(at, widths, where="pre", color="#1f6fb2", label="nodes verified a session and step")
         below.set_yscale("symlog", base=2, linthresh=1)
+        below.set_ylim(0, 4 * UNCAPPED)  # the legend above the lines
         below.set_xlabel("seconds")
         for each in (above, below):
             each.legend(loc="upper right", fontsize=7, frameon=False)
