@@ -615,7 +615,7 @@ def _verifier_state(verifier: router_pb2.VerifierStatus) -> VerifierState:
 
 def _cap(policy: verifier_pb2.Policy) -> str:
     told = {"max_session_nodes": "{} nodes", "max_step_nodes": "{} nodes a step", "max_depth": "depth {}"}
-    said = [words.format(getattr(policy, name)) for name, words in told.items() if policy.HasField(name)]  # type: ignore[arg-type]
+    said = [words.format(getattr(policy, name)) for name, words in told.items() if policy.HasField(name)]
     return ", ".join([*said, *(["chains"] if policy.growth == draft_pb2.GROWTH_RULE_CHAIN else [])])
 
 
