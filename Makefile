@@ -34,6 +34,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/serving/prefill.py
 	$(BIN)/python benchmarks/serving/width_sim.py
 	$(BIN)/python benchmarks/serving/survival.py
+	$(BIN)/python benchmarks/serving/ramp.py
+	$(BIN)/python benchmarks/serving/scaling.py
 
 # Each fails if a bound is missed, and the others run all the same.
 bench-gpu: $(READY)

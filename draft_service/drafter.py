@@ -19,7 +19,7 @@ from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.tree import GONE, TokenTree
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionGrowth
+from draftwood.wire import Drawing, SessionGrowth
 
 StepMs = tuple[tuple[int, float], ...]
 """What a step of the verifier takes: rows of each session, ascending, and milliseconds. (): unknown."""
@@ -42,6 +42,7 @@ class SessionStart:
     max_context_tokens: int
     rule: Rule = Rule.SHARED_NOISE  # at a temperature above 0
     step_ms: StepMs = ()
+    drawing: Drawing = field(default_factory=Drawing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class SessionCommitted:
     tokens: tuple[int, ...]
     budget: int
     step_ms: StepMs = ()
+    drawing: Drawing = field(default_factory=Drawing)  # a wish: what does not keep to it is drawn for nothing
 
     def check_follows(self, known: int) -> None:
         """Raises ValueError unless a text of ``known`` tokens goes on with these."""

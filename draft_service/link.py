@@ -25,11 +25,13 @@ from draftwood.v1.verifier_pb2_grpc import VerifierServiceStub
 from draftwood.vocabulary import check
 from draftwood.wire import (
     PROTOCOL_VERSION,
+    Drawing,
     FeatureChunk,
     SessionGrowth,
     decode_chunk,
     decode_commits,
     decode_step_times,
+    drawing_from_proto,
     encode_growth,
     error_from_proto,
     tokenizer_from_proto,
@@ -69,6 +71,7 @@ class VerifierLink:
         self._handles = itertools.count(1)
         self._sessions: dict[str, _Attached] = {}
         self._step_ms: StepMs = ()
+        self._drawing = Drawing()
         self._canary = ""  # the session that the verifier tries our guesses on; nobody has attached us to it
         self._welcome: asyncio.Future[draft_pb2.Welcome] = asyncio.get_running_loop().create_future()
         self._outbox = draft_pb2.SpeculateRequest()
@@ -168,6 +171,8 @@ class VerifierLink:
             self._greet(response.welcome)
         if response.HasField("step_times"):
             self._step_ms = decode_step_times(response.step_times)
+        if response.HasField("drawing"):
+            self._drawing = drawing_from_proto(response.drawing)
         for start in response.starts:
             self._start(start)
         if response.HasField("commits"):
@@ -211,6 +216,7 @@ class VerifierLink:
             max_context_tokens=welcome.caps.max_context_tokens,
             rule=RULES.get(start.rule, Rule.SHARED_NOISE),
             step_ms=self._step_ms,
+            drawing=self._drawing,
         )
         loop, handle = asyncio.get_running_loop(), start.handle
 
@@ -226,11 +232,11 @@ class VerifierLink:
     def _commit(self, message: draft_pb2.Commits) -> None:
         """Hands over all sessions' commits at once, so that the next level takes them together."""
         commits = decode_commits(message)
-        loop, step_ms = asyncio.get_running_loop(), self._step_ms
+        loop, step_ms, drawing = asyncio.get_running_loop(), self._step_ms, self._drawing
 
         def run() -> None:
             for c in commits:
-                committed = SessionCommitted(c.epoch, c.length, c.tokens, c.budget, step_ms)
+                committed = SessionCommitted(c.epoch, c.length, c.tokens, c.budget, step_ms, drawing)
                 if not self._core.commit((self.link_id, c.handle), committed):
                     loop.call_soon_threadsafe(self.tell, (), [c.handle])
 

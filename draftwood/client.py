@@ -153,6 +153,8 @@ class VerifierState:
     tokens: int
     nodes_verified: int
     nodes_accepted: int
+    cap: str = ""  # of the policy in force there, as "8 nodes, depth 4, chains"; empty: none
+    decision: str = ""  # of the router's width policy, the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,7 +670,15 @@ def _verifier_state(verifier: router_pb2.VerifierStatus) -> VerifierState:
         tokens=load.tokens,
         nodes_verified=load.nodes_verified,
         nodes_accepted=load.nodes_accepted,
+        cap=_cap(load.policy),
+        decision=verifier.decision,
     )
+
+
+def _cap(policy: verifier_pb2.Policy) -> str:
+    told = {"max_session_nodes": "{} nodes", "max_step_nodes": "{} nodes a step", "max_depth": "depth {}"}
+    said = [words.format(getattr(policy, name)) for name, words in told.items() if policy.HasField(name)]
+    return ", ".join([*said, *(["chains"] if policy.growth == draft_pb2.GROWTH_RULE_CHAIN else [])])
 
 
 def _draft_state(draft: router_pb2.DraftStatus, tried: Sequence[verifier_pb2.CanaryResult]) -> DraftState:

@@ -264,6 +264,21 @@ class DraftSettings(ServerSettings):
         return [DraftSettings(**({"parts": []} | own | part)) for part in self.parts]
 
 
+class WidthPolicySettings(BaseModel):
+    """The router's caps on the trees of its verifiers (docs/architecture.md)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["off", "dry_run", "on"] = Field("on", description='"dry_run" decides and tells, but sends nothing')
+    look_s: float = Field(1.0, gt=0, description="seconds between two looks at the load")
+    narrow_s: float = Field(3.0, ge=0, description="seconds that a cap does not get narrower again after a change")
+    widen_s: float = Field(5.0, gt=0, description="seconds of ease after which a cap is lifted by a rung")
+    min_nodes: int = Field(2, ge=1, le=32, description="nodes of a session that are left in any case")
+    queue_wait_ms: float = Field(500.0, gt=0, description="longest wait of a request for pages or a session, ms")
+    step_ms: float = Field(0.0, ge=0, description="mean time of a step, ms; 0: does not matter")
+    draft_busy: float = Field(0.9, gt=0, le=1, description="share of time that draft workers of several sessions draft")
+
+
 class RouterSettings(ServerSettings):
     """The router: where the pools are and how much it admits."""
 
@@ -284,6 +299,7 @@ class RouterSettings(ServerSettings):
     )
     migrate_wait_s: float = Field(30.0, ge=0, description="longest wait for a verifier when a session's own has died")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between two messages of WatchStatus")
+    width_policy: WidthPolicySettings = WidthPolicySettings()
     clients: File | None = Field(None, description="file of clients: their tokens' hashes and their limits")
     client_certificates: bool = Field(
         True, description="with TLS: whoever connects must show a certificate; false: tokens alone (needs `clients`)"

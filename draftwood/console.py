@@ -158,6 +158,7 @@ def status_tables(state: ClusterState) -> Iterable[Table | str]:
     if state.pools:
         yield pool_table(state.pools)
     yield _verifier_table(state.verifiers)
+    yield from (f"{v.address} is capped to {v.cap}; {v.decision}" for v in state.verifiers if v.cap)
     yield _draft_table(state.drafts)
     yield (
         f"requests: {state.requests} running, {state.requests_total} in all, {state.requests_failed} failed; "

@@ -33,12 +33,21 @@ TextReason = Literal["stop", "length", "cancelled"]
 ServingRole = Literal["router", "verifier"]
 WorkerRole = Literal["verifier", "draft"]
 WorkerHealth = Literal["starting", "ready", "lost", "draining"]
+WorkerCount = Literal["wanted", "present", "ready", "draining"]
+ChoiceBy = Literal["only", "cost", "prefix", "none"]
+PolicyCap = Literal["nodes", "depth", "chain"]
+PolicySignal = Literal["queue_wait", "step_time", "drafts_busy"]
+Direction = Literal["narrower", "wider"]
+SizeChange = Literal["up", "down"]
 
 MOST_DEPTH: Final = 16
 """Deeper nodes count as this deep in metrics."""
 
 MOST_MODELS: Final = 64
 """Draft models that have metrics of their own: they name themselves."""
+
+MOST_POOLS: Final = 64
+"""Pools that have metrics of their own."""
 
 RPC_CODES: Final = ("OK", "CANCELLED", *BY_STATUS)
 METRICS_PORTS: Final = 16
@@ -261,12 +270,8 @@ class Metrics:
         self.verifier_migrations = ReadCounter(
             "draftwood_verifier_migrations", "Generations moved to another verifier", registry=self.registry
         )
-        workers = Gauge("draftwood_workers", "Workers by role and health", ["role", "health"], registry=self.registry)
-        self.workers: dict[tuple[WorkerRole, WorkerHealth], Gauge] = {
-            (role, health): workers.labels(role, health)
-            for role in get_args(WorkerRole)
-            for health in get_args(WorkerHealth)
-        }
+        self._add_pools()
+        self._add_policy()
         self.draft_sessions = Gauge(
             "draftwood_draft_sessions", "Sessions that this draft worker is attached to", registry=self.registry
         )
@@ -283,12 +288,70 @@ class Metrics:
         counter = Counter(name, documentation, [label], registry=self.registry)
         return {value: counter.labels(value) for value in values}
 
+    def _add_pools(self) -> None:
+        """Of the router's pools and its choices."""
+        workers = Gauge("draftwood_workers", "Workers by role and health", ["role", "health"], registry=self.registry)
+        self.workers: dict[tuple[WorkerRole, WorkerHealth], Gauge] = {
+            (role, health): workers.labels(role, health)
+            for role in get_args(WorkerRole)
+            for health in get_args(WorkerHealth)
+        }
+        self._pools = Gauge("draftwood_pool_workers", "Workers of a pool", ["name", "count"], registry=self.registry)
+        self._pool_names: set[str] = set()
+        sizes = Counter(
+            "draftwood_pool_changes", "Times that the size wanted of a pool has changed", ["role", "change"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.pool_changes: dict[tuple[WorkerRole, SizeChange], Counter] = {
+            (role, change): sizes.labels(role, change)
+            for role in get_args(WorkerRole)
+            for change in get_args(SizeChange)
+        }
+        ejections = Counter("draftwood_ejections", "Workers ejected", ["role"], registry=self.registry)
+        self.ejections: dict[WorkerRole, Counter] = {role: ejections.labels(role) for role in get_args(WorkerRole)}
+        ejected = Gauge("draftwood_ejected_workers", "Workers that are ejected now", ["role"], registry=self.registry)
+        self.ejected: dict[WorkerRole, Gauge] = {role: ejected.labels(role) for role in get_args(WorkerRole)}
+        choices = Counter(
+            "draftwood_choices", "Workers chosen for a session, by what decided", ["role", "by"], registry=self.registry
+        )
+        self.choices: dict[tuple[WorkerRole, ChoiceBy], Counter] = {
+            (role, by): choices.labels(role, by) for role in get_args(WorkerRole) for by in get_args(ChoiceBy)
+        }
+
+    def _add_policy(self) -> None:
+        """Of the router's width policy."""
+        changes = Counter(
+            "draftwood_policy_changes", "Changes of the width policy's caps", ["direction"], registry=self.registry
+        )
+        self.policy_changes: dict[Direction, Counter] = {way: changes.labels(way) for way in get_args(Direction)}
+        capped = Gauge(
+            "draftwood_policy_capped_verifiers", "Verifiers under a cap of the policy", ["cap"], registry=self.registry
+        )
+        self.policy_capped: dict[PolicyCap, Gauge] = {cap: capped.labels(cap) for cap in get_args(PolicyCap)}
+        self.policy_nodes = Gauge(
+            "draftwood_policy_nodes", "Smallest cap on a session's nodes; 0: none", registry=self.registry
+        )
+        pressure = Gauge(
+            "draftwood_policy_pressure", "Largest signal of the policy over its target", ["signal"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.policy_pressure: dict[PolicySignal, Gauge] = {
+            signal: pressure.labels(signal) for signal in get_args(PolicySignal)
+        }
+
     def canary_share(self, model: str) -> Gauge:
         """Of the draft model of that name; names beyond the first ``MOST_MODELS`` share the name "other"."""
         if model in self._canary_models or len(self._canary_models) < MOST_MODELS:
             self._canary_models.add(model)
             return self._canary.labels(model)
         return self._canary.labels("other")
+
+    def pool_workers(self, name: str) -> dict[WorkerCount, Gauge]:
+        """Of the pool of that name; names beyond the first ``MOST_POOLS`` share the name "other"."""
+        if name not in self._pool_names and len(self._pool_names) >= MOST_POOLS:
+            name = "other"
+        self._pool_names.add(name)
+        return {count: self._pools.labels(name, count) for count in get_args(WorkerCount)}
 
     def add_methods(self, methods: Iterable[str]) -> None:
         """Makes ``rpc[method, code]`` for every code, at zero; known methods keep their counts."""

@@ -425,6 +425,29 @@ def error_from_proto(message: tree_pb2.Error) -> DraftwoodError:
     return kind(reason, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How drafts are to draw, on top of their own settings."""
+
+    max_depth: int | None = None  # of the deepest nodes, the anchor's children are 1 deep; None: no cap
+    chain: bool = False  # one node a level
+
+    def room(self, own: int) -> int:
+        """Depth that nodes may have, ``own`` being what they may have without."""
+        return own if self.max_depth is None else min(own, self.max_depth)
+
+
+def drawing_to_proto(drawing: Drawing) -> draft_pb2.Drawing:
+    growth = draft_pb2.GROWTH_RULE_CHAIN if drawing.chain else draft_pb2.GROWTH_RULE_UNSPECIFIED
+    return draft_pb2.Drawing(max_depth=drawing.max_depth, growth=growth)
+
+
+def drawing_from_proto(message: draft_pb2.Drawing) -> Drawing:
+    """A rule of growth that we do not know is left to our own settings: it is a wish, and changes no text."""
+    depth = message.max_depth if message.HasField("max_depth") else None
+    return Drawing(depth, message.growth == draft_pb2.GROWTH_RULE_CHAIN)
+
+
 def smaller_caps(a: draft_pb2.Caps, b: draft_pb2.Caps) -> draft_pb2.Caps:
     """The limits that hold between two sides: the smaller of each; 0 is no limit."""
     names = [field.name for field in draft_pb2.Caps.DESCRIPTOR.fields]

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from draftwood.errors import DraftwoodError, Internal, Unavailable
-from draftwood.telemetry import get_logger
+from draftwood.telemetry import METRICS, ChoiceBy, get_logger
 from router.affinity import Beginnings
 from router.balancing import choose_drafts, choose_verifier
 from router.ejection import Ejection
-from router.registry import Registry, Worker
+from router.registry import Registry, Role, Worker
 
 NO_FAULT = ("DRAINING", "LOADING", "DEADLINE")
 """Ends that do not speak against a worker: it takes no sessions now, or the client's own time is over."""
@@ -37,7 +37,10 @@ class Chooser:
         known = {key: share for key, share in self._beginnings.known(prompt).items() if key in admitted}
         view = choose_verifier([view for view in views if view.key in admitted], model, self._rng, known)
         if view is None:
+            METRICS.choices["verifier", "none"].inc()
             return None
+        by: ChoiceBy = "only" if len(admitted) == 1 else "prefix" if known.get(view.key) else "cost"
+        METRICS.choices["verifier", by].inc()
         self._beginnings.served(prompt, view.key)
         return self._began(view.key)
 
@@ -47,7 +50,16 @@ class Chooser:
         views = self._registry.draft_views(model, failed)
         admitted = self._admitted(view.key for view in views)
         free = [view for view in views if view.key in admitted]
-        return [self._began(view.key) for view in choose_drafts(free, count, self._rng, serving=serving, kinds=kinds)]
+        chosen = choose_drafts(free, count, self._rng, serving=serving, kinds=kinds)
+        if count > 0:
+            by: ChoiceBy = "none" if not chosen else "only" if len(chosen) == len(free) else "cost"
+            METRICS.choices["draft", by].inc(max(1, len(chosen)))
+        return [self._began(view.key) for view in chosen]
+
+    def ejected(self, role: Role) -> int:
+        """Ready workers of that role that are ejected now."""
+        keys = [worker.incarnation for worker in self._registry.workers(role) if worker.ready]
+        return len(keys) - len(self._ejection.admitted(keys))
 
     def succeeded(self, worker: Worker) -> None:
         self._ejection.succeeded(worker.incarnation)
@@ -56,6 +68,7 @@ class Chooser:
         """The worker could not do its part; what it refuses for good reason is no failure."""
         fault = isinstance(error, Unavailable | Internal) and error.reason not in NO_FAULT
         if fault and self._ejection.failed(worker.incarnation):
+            METRICS.ejections[worker.role.value].inc()
             log.warning("worker_ejected", pool=worker.role.value, address=worker.address, error=str(error))
 
     def forget(self, worker: Worker) -> None:

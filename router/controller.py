@@ -99,7 +99,10 @@ class Fleet(Protocol):
         """Tells the routers how the pools are."""
 
     async def request_nodes(self, counts: Mapping[str, int]) -> None:
-        """Asks Ray's autoscaler for the nodes of so many workers of each pool, in place of what was asked before."""
+        """Asks Ray's autoscaler for the nodes of so many workers of each pool, in place of what was asked before.
+
+        Of pools that are not named, none.
+        """
 
     async def published(self) -> dict[str, int]:
         """The sizes wanted that the routers were told last; empty if they were not."""
@@ -267,8 +270,13 @@ class Controller:
         return pool.room
 
     async def _request_nodes(self) -> None:
-        """An absolute target that holds until the next: told whenever it changes, and once at the start."""
-        counts = {name: pool.wanted for name, pool in self._pools.items()}
+        """An absolute target that holds until the next: told whenever it changes.
+
+        Only while a worker lacks: one that is there holds its node by itself, and Ray may meet a request beside it by
+        a node that is idle, which then never goes.
+        """
+        lacking = any(self._state(pool).ready < pool.wanted for pool in self._pools.values())
+        counts = {name: pool.wanted for name, pool in self._pools.items()} if lacking else {}
         if self._asks_for_nodes and counts != self._asked:
             await self._fleet.request_nodes(counts)
             log.info("nodes_requested", before=self._asked, workers=counts)

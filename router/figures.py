@@ -14,6 +14,8 @@ def publish_figures(state: RouterState) -> None:
     METRICS.requests_running.set_function(lambda: state.counters.requests)
     METRICS.draft_reattachments.set_function(lambda: state.counters.draft_reattachments)
     METRICS.verifier_migrations.set_function(lambda: state.counters.verifier_migrations)
+    for role, gauge in METRICS.ejected.items():
+        gauge.set_function(partial(state.chooser.ejected, Role(role)))
     for (role, health), gauge in METRICS.workers.items():
         gauge.set_function(partial(_count, state, Role(role), Health[health.upper()]))
 

@@ -164,7 +164,7 @@ class RouterActor(RoleActor):
         self._server.remove(worker_id)
 
     async def publish(self, pools: tuple[PoolState, ...]) -> None:
-        self._server.pools.states = pools
+        self._server.pools.publish(pools)
 
     async def published(self) -> tuple[PoolState, ...]:
         states: tuple[PoolState, ...] = self._server.pools.states

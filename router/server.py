@@ -30,6 +30,7 @@ from router.quotas import Quotas, admitted, metered
 from router.registry import Registry, Role, Worker, reached
 from router.state import Pools, RouterState, WorkerState
 from router.status import pool_status, router_status, worker_state
+from router.width_control import WidthControl
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_CONTROL_CALLS = 64
@@ -54,7 +55,9 @@ class RouterServer:
         )
         self._links = Links(settings.reconnect_s, settings.lease_s, Dialer(tls_files(settings)))
         self._registry = Registry(on_join=lambda w: self._links.start(self._registry, w), on_leave=self._left)
-        self._state = RouterState(settings, self._registry, Chooser(self._registry, rng or random.Random()))
+        self._width = WidthControl(self._registry, self.incarnation, settings.width_policy)
+        chooser = Chooser(self._registry, rng or random.Random())
+        self._state = RouterState(settings, self._registry, chooser, widths=self._width.decisions)
         self._service = RouterServicer(self._state, self.incarnation, Quotas(book) if book else None)
         self._rpc = RpcServer(
             max_message_bytes=MAX_MESSAGE_BYTES,
@@ -77,6 +80,8 @@ class RouterServer:
             self._registry.add_static(Role.VERIFIER, verifier)
         for draft in self._settings.drafts:
             self._registry.add_static(Role.DRAFT, draft)
+        if self._settings.width_policy.mode != "off":
+            self._state.background.spawn(self._width.run())
         await self._rpc.set_serving(True)
         return address
 

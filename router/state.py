@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from draftwood.config import RouterSettings
+from draftwood.telemetry import METRICS, WorkerRole
 from router.autoscaling import WorkerLoad
 from router.chooser import Chooser
 from router.registry import Registry
 from router.scaling import PoolState
+from router.width_policy import Decision
 
 
 @dataclass(slots=True)
@@ -62,6 +64,20 @@ class Pools:
         self.states: tuple[PoolState, ...] = ()
         self.scale: Callable[[Mapping[str, int]], Awaitable[Sequence[PoolState]]] | None = None
 
+    def publish(self, states: tuple[PoolState, ...]) -> None:
+        """The controller tells how they are; metrics follow."""
+        before = {state.limits.name: state.wanted for state in self.states}
+        for state in states:
+            name, role = state.limits.name, cast(WorkerRole, state.limits.role)
+            gauges = METRICS.pool_workers(name)
+            gauges["wanted"].set(state.wanted)
+            gauges["present"].set(state.present)
+            gauges["ready"].set(state.ready)
+            gauges["draining"].set(state.draining)
+            if state.wanted != (size := before.get(name, state.wanted)):
+                METRICS.pool_changes[role, "up" if state.wanted > size else "down"].inc()
+        self.states = states
+
 
 @dataclass(frozen=True, slots=True)
 class RouterState:
@@ -71,3 +87,4 @@ class RouterState:
     counters: Counters = field(default_factory=Counters)
     background: Background = field(default_factory=Background)
     pools: Pools = field(default_factory=Pools)
+    widths: Mapping[str, Decision] = field(default_factory=dict)  # of the width policy, by the verifier's incarnation

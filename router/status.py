@@ -7,13 +7,14 @@ from router.autoscaling import WorkerLoad
 from router.registry import Role, Worker
 from router.scaling import PoolState
 from router.state import RouterState, WorkerState
+from router.width_control import caps_to_proto
 
 
 def router_status(state: RouterState, incarnation: str) -> router_pb2.Status:
     registry, counters = state.registry, state.counters
     return router_pb2.Status(
         incarnation=incarnation,
-        verifiers=[verifier_status(worker) for worker in registry.workers(Role.VERIFIER)],
+        verifiers=[verifier_status(worker, state) for worker in registry.workers(Role.VERIFIER)],
         drafts=[draft_status(worker) for worker in registry.workers(Role.DRAFT)],
         requests=counters.requests,
         requests_total=counters.requests_total,
@@ -64,13 +65,16 @@ def worker_load(worker: Worker) -> WorkerLoad | None:
     return None
 
 
-def verifier_status(worker: Worker) -> router_pb2.VerifierStatus:
+def verifier_status(worker: Worker, state: RouterState) -> router_pb2.VerifierStatus:
+    decision = state.widths.get(worker.incarnation)
     return router_pb2.VerifierStatus(
         address=worker.address,
         health=f"HEALTH_{worker.health.name}",
         model=worker.model,
         load=worker.verifier_load,
         sessions=worker.sessions,
+        policy=caps_to_proto(decision.caps) if decision else None,
+        decision=f"{state.settings.width_policy.mode}: {decision}" if decision else "",
     )
 
 

@@ -39,6 +39,7 @@ def all_metrics() -> list[Metric]:
         for service in module.DESCRIPTOR.services_by_name.values():
             metrics.add_methods(method_name(method) for method in service.methods)
     metrics.canary_share("any")
+    metrics.pool_workers("any")
     return list(metrics.registry.collect())
 
 

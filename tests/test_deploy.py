@@ -368,3 +368,49 @@ def test_images_have_all_that_the_package_depends_on() -> None:
         assert requirement.name == "triton" or requirement.specifier.contains(version), requirement
     models = {"torch", "transformers", "tokenizers", "triton", "llguidance"}
     assert not models & set(light) and {r.name for r in needed} - set(light) == models
+
+
+# README, "From one machine to a cluster"
+
+
+def shown_commands() -> tuple[list[str], str]:
+    """The commands of the section's block, without their comments; and what the block says that is printed."""
+    section = (ROOT / "README.md").read_text().partition("## From one machine to a cluster")[2]
+    lines = section.partition("```console\n")[2].partition("```")[0].splitlines()
+    commands = [line[2:].partition(" #")[0].strip() for line in lines if line.startswith("$ ")]
+    return commands, "\n".join(line for line in lines if not line.startswith("$ "))
+
+
+def test_the_commands_of_the_readme_start_the_example_as_it_says() -> None:
+    """Run to the letter in tests/router/test_existing_ray.py, but for starting Ray; this holds the letters."""
+    commands, printed = shown_commands()
+    config = load_cluster_config(EXAMPLES["on-premises"])
+    starts = [command for command in commands if command.startswith("ray start")]
+    labels = {tuple(found.split("=")) for command in starts for found in re.findall(r"--labels=(\S+)", command)}
+    assert labels == wanted_labels(config), "each pool has a host, and no host is without a use"
+    ports = {re.search(r"(?:--port=|HEAD:)(\d+)", command)[1] for command in starts}  # type: ignore[index]
+    assert len(ports) == 1 and sum("--head" in command for command in starts) == 1
+    assert f"router serves at 10.0.0.10:{config.router.settings.listen.rpartition(':')[2]}" in printed
+    for role, group in actors(config).items():
+        count = sum(count for count, _ in group)
+        assert re.search(rf"^{role} +ready +{count} of {count}$", printed, re.M), role
+
+
+def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, _ = shown_commands()
+    assert (ROOT / "Makefile").read_text().count("\nvenv:") == 1 and commands[0].startswith("make venv")
+    config = load_cluster_config(EXAMPLES["on-premises"])
+    ours = [command.split() for command in commands if command.startswith("draftwood ")]
+    assert [words[1] for words in ours] == ["up", "generate", "down"]
+    for words in ours:
+        options = [word for word in words if word.startswith("--")]
+        shown = CliRunner().invoke(app, [words[1], "--help"], env={"COLUMNS": "200"}).output
+        assert all(option in shown for option in options), (words, shown)
+        value = words[words.index(options[0]) + 1]
+        assert value == config.name or (ROOT / value) == EXAMPLES["on-premises"]
+    (exported,) = [command for command in commands if "INSECURE" in command]
+    for name, value in re.findall(r"(DRAFTWOOD_\w+)=(\w+)", exported):
+        monkeypatch.setenv(name, value)
+    config = load_cluster_config(EXAMPLES["on-premises"])
+    settings = [config.router.settings, *(pool.settings for pool in config.pools)]
+    assert len(settings) == 4 and all(each.insecure for each in settings)

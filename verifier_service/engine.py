@@ -221,9 +221,10 @@ class Engine:
         self.planner.paused()
         return out
 
-    def set_policy(self, policy: Policy) -> None:
-        """Caps on nodes, from the next step on; drafts hear of them with the next commit."""
-        self.planner.policy = policy
+    def set_policy(self, policy: Policy, max_depth: int | None = None) -> None:
+        """Caps on nodes and their depth, from the next step on; drafts hear of them with the next commit."""
+        own = self.settings.max_depth
+        self.planner.policy, self.planner.max_depth = policy, own if max_depth is None else min(own, max_depth)
 
     # --- drafts ---
 

@@ -87,6 +87,8 @@ class Planner:
         self._settings = settings
         self.times = times
         self.policy = Policy()
+        self.max_depth = settings.max_depth
+        """Of the nodes that are verified, the policy's cap included."""
         self.reason: WidthReason = "no_nodes"
         """What decided the width of the last step."""
         self._prefill_cost = PrefillCost()
@@ -238,7 +240,7 @@ class Planner:
         tree = session.tree.tree()
         reach = tt.log_survival(tree)
         kept = np.arange(tree.size)
-        room = max(0, min(session.remaining - 1, self._settings.max_depth))
+        room = max(0, min(session.remaining - 1, self.max_depth))
         if tree.size - 1 > room:
             kept = np.nonzero(tt.depths(tree) <= room)[0]
         if len(kept) - 1 > (share := min(self.share(session), session.node_room)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
@@ -32,15 +33,15 @@ from draftwood.telemetry import METRICS, MOST_DEPTH, get_logger, serve_metrics
 from draftwood.v1 import draft_pb2, verifier_pb2
 from draftwood.vllm_names import add_vllm_names
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import error_to_proto, tokenizer_to_proto
+from draftwood.wire import Drawing, error_to_proto, tokenizer_to_proto
 from verifier_service.canary import TEXT as CANARY_TEXT
 from verifier_service.canary import Canary, learn_canary
 from verifier_service.constraints import GrammarCompiler
 from verifier_service.engine import Engine, Outcome
+from verifier_service.policy import LEASE_S, PolicyBook, Terms, terms_from_proto, terms_to_proto
 from verifier_service.requests import check_request, rule_to_proto
 from verifier_service.session import Emitted, Ended, Stats, TokenLogprobs
 from verifier_service.speculation import DraftLink, Target
-from verifier_service.width import Policy
 
 log = get_logger(__name__)
 
@@ -49,6 +50,8 @@ REASONS = {
     FinishReason.LENGTH: verifier_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: verifier_pb2.FINISH_REASON_CANCELLED,
 }
+LAPSE_SLACK_S = 0.1
+"""A lease is over by then, however coarse the clock is."""
 LAST_WORDS_S = 0.5
 """For streams that are ending by themselves when the server stops; load streams and idle drafts never do."""
 
@@ -90,6 +93,8 @@ class VerifierServer:
         self._idle.set()
         self._links: dict[int, DraftLink] = {}
         self._link_count = 0
+        self._policies = PolicyBook(time.monotonic)
+        self._terms = Terms()  # in force
         self._loading: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -314,6 +319,8 @@ class VerifierServer:
         engine, canary = loaded.engine, loaded.canary
         target = Target(self.incarnation, loaded.name, loaded.vocabulary, engine, self._worker, self.settings, canary)
         link = self._links[self._link_count] = DraftLink(self._link_count, target)
+        if self._terms.drawing != Drawing():
+            link.ask_to_draw(self._terms.drawing)
         try:
             async with aclosing(link.serve(requests)) as responses:
                 async for response in responses:
@@ -344,13 +351,26 @@ class VerifierServer:
     async def SetPolicy(
         self, request: verifier_pb2.VerifierServiceSetPolicyRequest, context: Any
     ) -> verifier_pb2.VerifierServiceSetPolicyResponse:
-        engine, asked = self.loaded.engine, request.policy
-        policy = Policy(
-            asked.max_session_nodes if asked.HasField("max_session_nodes") else None,
-            asked.max_step_nodes if asked.HasField("max_step_nodes") else None,
-        )
-        await asyncio.wrap_future(self._worker.call(lambda: engine.set_policy(policy)))
+        engine = self.loaded.engine
+        self._policies.set(request.setter, terms_from_proto(request.policy))
+        self._follow_policies(engine)
+        if request.setter:
+            asyncio.get_running_loop().call_later(LEASE_S + LAPSE_SLACK_S, self._follow_policies, engine)
+        await asyncio.wrap_future(self._worker.call(lambda: None))  # behind what was posted: it is in force
         return verifier_pb2.VerifierServiceSetPolicyResponse()
+
+    def _follow_policies(self, engine: Engine) -> None:
+        """Has the engine and the drafts follow what is in force now, if that has changed."""
+        terms, before = self._policies.in_force(), self._terms
+        if terms == before or self.draining:
+            return
+        self._terms = terms
+        log.info("policy", nodes=terms.nodes.max_session_nodes, step_nodes=terms.nodes.max_step_nodes,
+                 depth=terms.drawing.max_depth, chain=terms.drawing.chain)  # fmt: skip
+        self._worker.post(lambda: engine.set_policy(terms.nodes, terms.drawing.max_depth))
+        if terms.drawing != before.drawing:
+            for link in self._links.values():
+                link.ask_to_draw(terms.drawing)
 
     async def WatchLoad(
         self, request: verifier_pb2.VerifierServiceWatchLoadRequest, context: Any
@@ -377,6 +397,7 @@ class VerifierServer:
             report.step_ms, report.width = totals.step_s * 1e3, totals.width
             report.narrow_steps = totals.narrow
             report.queue_wait_ms = engine.waiting.longest_wait_s(engine.clock()) * 1e3
+            report.policy.CopyFrom(terms_to_proto(self._terms))
             report.canaries.extend(_canary(link) for link in self._links.values() if link.canary)
         return report
 

@@ -19,10 +19,12 @@ from draftwood.v1 import draft_pb2
 from draftwood.vocabulary import Vocabulary, check
 from draftwood.wire import (
     PROTOCOL_VERSION,
+    Drawing,
     FeatureChunk,
     SessionCommit,
     SessionGrowth,
     decode_growth,
+    drawing_to_proto,
     encode_chunk,
     encode_commits,
     error_to_proto,
@@ -278,6 +280,11 @@ class DraftLink:
         self._commits += commits
         self._features += features
         self._outbox.stops.extend(draft_pb2.Stop(handle=handle) for handle in stops)
+        self._wake.set()
+
+    def ask_to_draw(self, drawing: Drawing) -> None:
+        """Says how to draw from now on; after the welcome."""
+        self._outbox.drawing.CopyFrom(drawing_to_proto(drawing))
         self._wake.set()
 
     def drain(self) -> None:

@@ -25,7 +25,7 @@ from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.spelling import WINDOW, Speller, split_character
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionGrowth
+from draftwood.wire import Drawing, SessionGrowth
 
 ANY_LENGTH = 2**31 - 1
 LEAST_MASS = 1e-9
@@ -49,6 +49,7 @@ class _Session:
     epoch: int
     budget: int
     step_ms: StepMs = ()
+    wish: Drawing = field(default_factory=Drawing)
     shown: str = ""  # end of the text that the draft knows
     begun: str = ""  # bytes of a character that is not whole: the draft does not know them
     known: int = 0  # tokens that the draft has been told
@@ -82,7 +83,7 @@ class BridgedDrafter:
     # --- sessions ---
 
     def open(self, key: Key, start: SessionStart) -> None:
-        session = self._sessions[key] = _Session(start, len(start.tokens), start.epoch, start.budget, start.step_ms)
+        session = self._sessions[key] = _Session(start, len(start.tokens), start.epoch, start.budget, start.step_ms, start.drawing)
         self._tell(key, session, start.tokens)
 
     def commit(self, key: Key, committed: SessionCommitted) -> None:
@@ -91,7 +92,7 @@ class BridgedDrafter:
             return
         committed.check_follows(session.length)
         session.length, session.epoch, session.budget = committed.length, committed.epoch, committed.budget
-        session.step_ms = committed.step_ms
+        session.step_ms, session.wish = committed.step_ms, committed.drawing
         session.due = True
         taken, count = committed.tokens, len(committed.tokens)
         session.sent = {p[count:]: i for p, i in session.sent.items() if len(p) > count and p[:count] == taken}
@@ -129,7 +130,7 @@ class BridgedDrafter:
             self._inner.open(key, opened)
         else:
             session.known += len(own)
-            told = SessionCommitted(session.epoch, session.known, own, session.budget, session.step_ms)
+            told = SessionCommitted(session.epoch, session.known, own, session.budget, session.step_ms, session.wish)
             self._inner.commit(key, told)
         session.drawing = session.budget > 0
 
@@ -220,7 +221,7 @@ class BridgedDrafter:
         ]
 
     def _target_tokens(self, session: _Session, text: str) -> Path:
-        room = min(session.start.max_depth, session.start.max_context_tokens - session.length)
+        room = min(session.wish.room(session.start.max_depth), session.start.max_context_tokens - session.length)
         tokens = self._target.tokens(text, session.shown + session.begun)[: max(0, room)]
         known = next((k for k, token in enumerate(tokens) if token >= session.start.vocab_size), len(tokens))
         return tuple(tokens[:known])

@@ -37,10 +37,10 @@ from draftwood.runtime.pages import PagePool
 from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.sampling import draft_children, first_children
 from draftwood.telemetry import METRICS
-from draftwood.topology import Topology, View
+from draftwood.topology import Fixed, Topology, View, chain
 from draftwood.tree import Proposal, TokenTree
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionGrowth
+from draftwood.wire import Drawing, SessionGrowth
 
 Children = tuple[np.ndarray, np.ndarray, Sequence[Proposal | None]]
 """Tokens and scores, [parents, width] each, token -1: no child; and what the parents' children were sampled from, if
@@ -93,9 +93,11 @@ class LmSession:
     complete: bool = False
     given_up: bool = False  # there is no room to go on in this round
     outgrown: bool = False  # its text leaves no room for a node: nothing is drawn for it any more
+    drawing: Drawing = field(init=False)
 
     def __post_init__(self) -> None:
         self.step_ms = self.start.step_ms
+        self.drawing = self.start.drawing
         self.plant_anchor()
 
     def plant(self, tree: TokenTree, expanded: np.ndarray, seen: np.ndarray) -> None:
@@ -180,6 +182,7 @@ class LevelDrafter(ABC):
         self._runtime = runtime
         self._settings = settings
         self._topology = topology or make_topology(settings)
+        self._chain = Fixed(chain(settings.depth), self._topology.width)
         self._ahead = best_first(settings)
         self._token_count = len(vocabulary.tokens)
         self._reduced = runtime.reduced
@@ -257,7 +260,8 @@ class LevelDrafter(ABC):
             return
         committed.check_follows(session.length)
         self._follow(session, committed.tokens)
-        session.epoch, session.budget, session.step_ms = committed.epoch, committed.budget, committed.step_ms
+        session.epoch, session.budget = committed.epoch, committed.budget
+        session.step_ms, session.drawing = committed.step_ms, committed.drawing
         session.levels, session.complete, session.given_up, session.frontier = 0, False, False, None
         self._note_room(session)
 
@@ -298,7 +302,7 @@ class LevelDrafter(ABC):
         return session.given_up or not (session.pending or self._frontier(session))
 
     def _pack(self, session: LmSession, handle: int) -> SessionGrowth:
-        nodes = self._topology.chosen(self._view(session)).tolist()
+        nodes = self._shape(session).chosen(self._view(session)).tolist()
         fresh = [node for node in nodes if session.numbering.ids[node] < 0]
         growth = session.numbering.growth(session.tree, nodes, session.epoch, handle, complete=True)
         if not session.sampled:
@@ -315,15 +319,18 @@ class LevelDrafter(ABC):
     def _next(self, session: LmSession) -> list[int]:
         view = self._view(session)
         ahead = session.complete
-        nodes = self._ahead.likeliest(view, 2 * view.budget) if ahead else self._topology.frontier(view)
+        nodes = self._ahead.likeliest(view, 2 * view.budget) if ahead else self._shape(session).frontier(view)
         chosen: list[int] = nodes[: MOST_TAIL_TOKENS - session.tail].tolist()
         return chosen
+
+    def _shape(self, session: LmSession) -> Topology:
+        return self._chain if session.drawing.chain else self._topology
 
     def _view(self, session: LmSession) -> View:
         unexpanded = session.slot == UNEXPANDED
         unexpanded[0] = False
         budget = min(session.budget, session.start.max_nodes)
-        room = min(session.start.max_depth, self._context_room(session))
+        room = min(session.drawing.room(session.start.max_depth), self._context_room(session))
         return View(
             session.tree, session.reach, session.depth, unexpanded, budget, room, session.levels, session.step_ms
         )

@@ -14,7 +14,7 @@ from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionGrowth
+from draftwood.wire import Drawing, SessionGrowth
 
 PRIOR_TRIALS = 4.0
 
@@ -44,11 +44,16 @@ class LookupSession:
     budget: int
     numbering: Numbering = field(default_factory=Numbering)
     due: bool = True
+    drawing: Drawing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drawing = self.start.drawing
 
     @property
     def room(self) -> int:
         """Depth that a tree may have."""
-        return min(self.start.max_depth, self.budget, self.start.max_context_tokens - len(self.tokens))
+        depth = self.drawing.room(self.start.max_depth)
+        return min(depth, self.budget, self.start.max_context_tokens - len(self.tokens))
 
 
 S = TypeVar("S", bound=LookupSession)
@@ -92,6 +97,7 @@ class LookupDrafter(ABC, Generic[S]):
         self._learn(session, committed.tokens)
         session.tokens.extend(committed.tokens)
         session.epoch, session.budget, session.due = committed.epoch, committed.budget, True
+        session.drawing = committed.drawing
         session.numbering.restart(None)
 
     def feed(self, key: Key, first: int, features: Features) -> None:

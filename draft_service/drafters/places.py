@@ -27,7 +27,7 @@ from draftwood.sampling import draft_children
 from draftwood.topology import likeliest
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import SessionGrowth
+from draftwood.wire import Drawing, SessionGrowth
 
 
 class PlacesRuntime(Protocol):
@@ -47,11 +47,16 @@ class PlacesSession:
     budget: int
     numbering: RedrawnNumbering = field(default_factory=RedrawnNumbering)
     due: bool = True
+    drawing: Drawing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drawing = self.start.drawing
 
     @property
     def room(self) -> int:
         """Depth that a tree may have."""
-        return min(self.start.max_depth, self.budget, self.start.max_context_tokens - len(self.tokens))
+        depth = self.drawing.room(self.start.max_depth)
+        return min(depth, self.budget, self.start.max_context_tokens - len(self.tokens))
 
     @property
     def rule(self) -> SamplingParams:
@@ -125,6 +130,7 @@ class PlacesDrafter(ABC, Generic[S]):
         session.numbering.follow(committed.tokens)
         session.tokens.extend(committed.tokens)
         session.epoch, session.budget, session.due = committed.epoch, committed.budget, True
+        session.drawing = committed.drawing
 
     def close(self, key: Key) -> None:
         self._sessions.pop(key, None)
@@ -178,6 +184,8 @@ class PlacesDrafter(ABC, Generic[S]):
         budget, depth = min(session.budget, session.start.max_nodes), min(session.room, len(token))
         chance = np.where(token >= 0, score, -np.inf).astype(np.float64)
         shape = likeliest(chance[:depth], budget) if self._shape is None else self._shape
+        if session.drawing.chain:
+            shape = likeliest(chance[:depth, :1], budget)
         within = (tt.depths(shape) <= depth) & (np.arange(shape.size) <= budget)
         shape = tt.select(shape, np.nonzero(within)[0])
         at, rank = tt.depths(shape)[1:] - 1, shape.token[1:]

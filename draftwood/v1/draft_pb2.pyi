@@ -8,6 +8,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GrowthRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GROWTH_RULE_UNSPECIFIED: _ClassVar[GrowthRule]
+    GROWTH_RULE_CHAIN: _ClassVar[GrowthRule]
+
 class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RULE_UNSPECIFIED: _ClassVar[Rule]
@@ -15,6 +20,8 @@ class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RULE_SHARED_NOISE: _ClassVar[Rule]
     RULE_REJECTION: _ClassVar[Rule]
     RULE_TYPICAL: _ClassVar[Rule]
+GROWTH_RULE_UNSPECIFIED: GrowthRule
+GROWTH_RULE_CHAIN: GrowthRule
 RULE_UNSPECIFIED: Rule
 RULE_GREEDY: Rule
 RULE_SHARED_NOISE: Rule
@@ -170,7 +177,7 @@ class Leave(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
-    __slots__ = ("welcome", "starts", "commits", "stops", "drain", "errors", "features", "step_times")
+    __slots__ = ("welcome", "starts", "commits", "stops", "drain", "errors", "features", "step_times", "drawing")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +186,7 @@ class SpeculateResponse(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
+    DRAWING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     starts: _containers.RepeatedCompositeFieldContainer[Start]
     commits: Commits
@@ -187,7 +195,8 @@ class SpeculateResponse(_message.Message):
     errors: _containers.RepeatedCompositeFieldContainer[SessionError]
     features: _containers.RepeatedCompositeFieldContainer[FeatureChunk]
     step_times: StepTimes
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[FeatureChunk, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ...) -> None: ...
+    drawing: Drawing
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., stops: _Optional[_Iterable[_Union[Stop, _Mapping]]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[SessionError, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[FeatureChunk, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., drawing: _Optional[_Union[Drawing, _Mapping]] = ...) -> None: ...
 
 class StepTimes(_message.Message):
     __slots__ = ("rows", "ms")
@@ -208,6 +217,14 @@ class FeatureChunk(_message.Message):
     count: int
     data: bytes
     def __init__(self, handle: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Drawing(_message.Message):
+    __slots__ = ("max_depth", "growth")
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_FIELD_NUMBER: _ClassVar[int]
+    max_depth: int
+    growth: GrowthRule
+    def __init__(self, max_depth: _Optional[int] = ..., growth: _Optional[_Union[GrowthRule, str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "model", "tokenizer", "caps", "canary")

@@ -132,18 +132,22 @@ class PoolStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., wanted: _Optional[int] = ..., present: _Optional[int] = ..., ready: _Optional[int] = ..., draining: _Optional[int] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., error: _Optional[str] = ..., decision: _Optional[str] = ...) -> None: ...
 
 class VerifierStatus(_message.Message):
-    __slots__ = ("address", "health", "model", "load", "sessions")
+    __slots__ = ("address", "health", "model", "load", "sessions", "policy", "decision")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
     address: str
     health: Health
     model: _verifier_pb2.ModelInfo
     load: _verifier_pb2.VerifierServiceWatchLoadResponse
     sessions: int
-    def __init__(self, address: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., model: _Optional[_Union[_verifier_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[_verifier_pb2.VerifierServiceWatchLoadResponse, _Mapping]] = ..., sessions: _Optional[int] = ...) -> None: ...
+    policy: _verifier_pb2.Policy
+    decision: str
+    def __init__(self, address: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., model: _Optional[_Union[_verifier_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[_verifier_pb2.VerifierServiceWatchLoadResponse, _Mapping]] = ..., sessions: _Optional[int] = ..., policy: _Optional[_Union[_verifier_pb2.Policy, _Mapping]] = ..., decision: _Optional[str] = ...) -> None: ...
 
 class DraftStatus(_message.Message):
     __slots__ = ("address", "health", "draft", "load", "sessions")

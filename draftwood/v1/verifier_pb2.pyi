@@ -72,7 +72,7 @@ class VerifierServiceWatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierServiceWatchLoadResponse(_message.Message):
-    __slots__ = ("incarnation", "running", "waiting", "max_sessions", "free_pages", "total_pages", "steps", "tokens", "nodes_verified", "nodes_accepted", "step_ms", "width", "draining", "nodes_stale", "growths_refused", "cached_pages", "preempted", "preemptions", "canaries", "queue_wait_ms", "narrow_steps")
+    __slots__ = ("incarnation", "running", "waiting", "max_sessions", "free_pages", "total_pages", "steps", "tokens", "nodes_verified", "nodes_accepted", "step_ms", "width", "draining", "nodes_stale", "growths_refused", "cached_pages", "preempted", "preemptions", "canaries", "queue_wait_ms", "narrow_steps", "policy")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class VerifierServiceWatchLoadResponse(_message.Message):
     CANARIES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     NARROW_STEPS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     running: int
     waiting: int
@@ -115,7 +116,8 @@ class VerifierServiceWatchLoadResponse(_message.Message):
     canaries: _containers.RepeatedCompositeFieldContainer[CanaryResult]
     queue_wait_ms: float
     narrow_steps: int
-    def __init__(self, incarnation: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., step_ms: _Optional[float] = ..., width: _Optional[float] = ..., draining: _Optional[bool] = ..., nodes_stale: _Optional[int] = ..., growths_refused: _Optional[int] = ..., cached_pages: _Optional[int] = ..., preempted: _Optional[int] = ..., preemptions: _Optional[int] = ..., canaries: _Optional[_Iterable[_Union[CanaryResult, _Mapping]]] = ..., queue_wait_ms: _Optional[float] = ..., narrow_steps: _Optional[int] = ...) -> None: ...
+    policy: Policy
+    def __init__(self, incarnation: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., nodes_verified: _Optional[int] = ..., nodes_accepted: _Optional[int] = ..., step_ms: _Optional[float] = ..., width: _Optional[float] = ..., draining: _Optional[bool] = ..., nodes_stale: _Optional[int] = ..., growths_refused: _Optional[int] = ..., cached_pages: _Optional[int] = ..., preempted: _Optional[int] = ..., preemptions: _Optional[int] = ..., canaries: _Optional[_Iterable[_Union[CanaryResult, _Mapping]]] = ..., queue_wait_ms: _Optional[float] = ..., narrow_steps: _Optional[int] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ...) -> None: ...
 
 class CanaryResult(_message.Message):
     __slots__ = ("incarnation", "taken", "steps", "failed")
@@ -130,22 +132,28 @@ class CanaryResult(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., taken: _Optional[int] = ..., steps: _Optional[int] = ..., failed: _Optional[bool] = ...) -> None: ...
 
 class VerifierServiceSetPolicyRequest(_message.Message):
-    __slots__ = ("policy",)
+    __slots__ = ("policy", "setter")
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    SETTER_FIELD_NUMBER: _ClassVar[int]
     policy: Policy
-    def __init__(self, policy: _Optional[_Union[Policy, _Mapping]] = ...) -> None: ...
+    setter: str
+    def __init__(self, policy: _Optional[_Union[Policy, _Mapping]] = ..., setter: _Optional[str] = ...) -> None: ...
 
 class VerifierServiceSetPolicyResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Policy(_message.Message):
-    __slots__ = ("max_session_nodes", "max_step_nodes")
+    __slots__ = ("max_session_nodes", "max_step_nodes", "max_depth", "growth")
     MAX_SESSION_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_NODES_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_FIELD_NUMBER: _ClassVar[int]
     max_session_nodes: int
     max_step_nodes: int
-    def __init__(self, max_session_nodes: _Optional[int] = ..., max_step_nodes: _Optional[int] = ...) -> None: ...
+    max_depth: int
+    growth: _draft_pb2.GrowthRule
+    def __init__(self, max_session_nodes: _Optional[int] = ..., max_step_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., growth: _Optional[_Union[_draft_pb2.GrowthRule, str]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "incarnation", "tokenizer", "caps", "dtype", "device")

@@ -94,7 +94,7 @@ class VerifierServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Caps what is verified, for all sessions and until it is set anew. Decisions and texts stay the verifier's.
+        """Caps what is verified, for all sessions. Decisions and texts stay the verifier's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

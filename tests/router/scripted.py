@@ -47,6 +47,7 @@ class VerifierScript:
     draining: bool = False
     silent: bool = False  # sends no more load reports
     max_sessions: int = 8
+    policy_error: DraftwoodError | None = None  # what it answers to a policy
 
 
 @dataclass
@@ -54,6 +55,7 @@ class VerifierLog:
     requests: list[verifier_pb2.VerifierServiceGenerateRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
+    policies: list[verifier_pb2.VerifierServiceSetPolicyRequest] = field(default_factory=list)
 
 
 class ScriptedVerifier:
@@ -108,6 +110,9 @@ class ScriptedVerifier:
     async def SetPolicy(
         self, request: verifier_pb2.VerifierServiceSetPolicyRequest, context: Any
     ) -> verifier_pb2.VerifierServiceSetPolicyResponse:
+        self.log.policies.append(request)
+        if self.script.policy_error:
+            raise self.script.policy_error
         return verifier_pb2.VerifierServiceSetPolicyResponse()
 
     async def _events(

@@ -369,11 +369,21 @@ async def test_a_dry_run_decides_and_changes_nothing() -> None:
 
 async def test_nodes_are_asked_for_as_one_absolute_target() -> None:
     bench = Autoscaled("on", asks_for_nodes=True)
-    nodes = [told for told in await bench.told(1) if told.startswith("nodes")]
-    assert nodes == ["nodes {'verifier': 1, 'draft': 2}"]
+    bench.fleet.draining.set()
+
+    async def nodes() -> list[str]:
+        return [told for told in await bench.told(1) if told.startswith("nodes")]
+
+    assert await nodes() == ["nodes {'verifier': 1, 'draft': 2}"]
+    assert await nodes() == ["nodes {}"], "all are there and hold their nodes themselves"
+    bench.fleet.unborn = True
     bench.controller.scale({"draft": 3})
-    assert (await bench.told())[0] == "nodes {'verifier': 1, 'draft': 3}"
-    assert await bench.told(1) == []
+    assert await nodes() == ["nodes {'verifier': 1, 'draft': 3}"]
+    assert await nodes() == [], "it holds until the worker is there"
+    bench.fleet.ready("draft-2")
+    assert await nodes() == ["nodes {}"]
+    bench.controller.scale({"draft": 1})
+    assert [told for _ in range(5) for told in await nodes()] == [], "or a request might keep a node that is idle"
     await bench.controller.stop()
 
 

@@ -183,9 +183,10 @@ async def grows_and_shrinks(client: DraftwoodClient, clients: Clients, pool: str
     """1 to 3 and back; the other pool's only worker stays the same process."""
     before = await worker_of(client, other)
     await client.scale({pool: 3})
+    await settled(client, lambda _: nodes_requested() == {"router": 1, pool: 3, other: 1})
     await settled(client, lambda state: sizes(state)[pool] == (3, 3, 0))
     assert {node for worker, node in nodes_of_actors().items() if worker.startswith(pool)} == {pool}
-    assert nodes_requested() == {"router": 1, pool: 3, other: 1}
+    await settled(client, lambda _: nodes_requested() == {"router": 1})
     await clients.some_texts()
     state = await settled(client, lambda state: all_used(state, pool))
     assert sizes(state)[other] == (1, 1, 0)
