@@ -21,7 +21,7 @@ import matplotlib
 from results import Check, write
 from rich.console import Console
 
-from draftwood.comparison import Options, compare, comparison_table, load_tasks, total
+from draftwood.comparison import TEMPERATURES, Options, compare, comparison_table, load_tasks, total
 from draftwood.comparison import save as write_cells
 from draftwood.methods import choose, drafting_methods
 
@@ -138,13 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=25)
+    parser.add_argument("--temperature", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--add", action="store_true", help="to the methods of earlier parts")
     parser.add_argument("--report", action="store_true", help="of the parts, when they are all there")
     chosen = parser.parse_args(arguments)
     if not chosen.report:
         options = Options(
-            choose(chosen.method, METHODS), load_tasks(prompts=chosen.prompts), tokens=chosen.tokens,
-            nodes=chosen.nodes, draft=(("threads", 1),),
+            choose(chosen.method, METHODS), load_tasks(prompts=chosen.prompts), tuple(chosen.temperature),
+            chosen.tokens, chosen.nodes, draft=(("threads", 1),),
         )  # fmt: skip
         earlier = json.loads(PARTS.read_text()) if chosen.add else None
         asyncio.run(compare(options, Console(), lambda found: write_cells(PARTS, found, earlier)))
