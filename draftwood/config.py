@@ -169,7 +169,7 @@ class DraftSettings(ServerSettings):
     choices: list[list[int]] = Field([], description="topology choices: each node as the ranks on its path")
     step_ms: list[tuple[Positive, Annotated[float, Field(gt=0)]]] = Field(
         [],
-        description="topology sequoia: rows of a step and its milliseconds, two or more; empty: the verifier tells",
+        description="topology sequoia: rows of a step and its milliseconds, two points or more; empty: the verifier's",
     )
     beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
     branch: Positive = Field(4, le=MOST_CHILDREN, description="children drawn per expanded node")
