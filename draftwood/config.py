@@ -174,6 +174,12 @@ class DraftSettings(ServerSettings):
     beam: Positive = Field(6, description="most nodes of a level that are expanded; half the round's budget holds too")
     branch: Positive = Field(4, le=MOST_CHILDREN, description="children drawn per expanded node")
     depth: Positive = Field(8, description="levels of a round")
+    greedy_temperature: float = Field(
+        1.0,
+        gt=0,
+        le=4,
+        description="temperature that a model or layer is read at where the target takes its likeliest token",
+    )
     nodes_per_level: int = Field(
         3,
         ge=0,

@@ -53,10 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     parser.add_argument("--beam", type=int, default=10)
     parser.add_argument("--branch", type=int, default=10)
     parser.add_argument("--depth", type=int, default=DEPTH)
+    parser.add_argument("--greedy-temperature", type=float, default=0.8, help="as the setting of that name")
     chosen = parser.parse_args(arguments)
     settings = DraftSettings(
         kind="eagle", model=chosen.head, topology="expand_rerank", max_nodes=chosen.nodes, beam=chosen.beam,
-        branch=chosen.branch, depth=chosen.depth, kv_pages=64,
+        branch=chosen.branch, depth=chosen.depth, kv_pages=64, greedy_temperature=chosen.greedy_temperature,
     )  # fmt: skip
     drafter = make_drafter(settings)
     assert drafter.features is not None
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> bool:
         print(f"{len(answer)} tokens in {taken} forwards, {tokens / steps:.3f} tokens a forward so far", flush=True)
     details = {
         "tree": {"nodes": chosen.nodes, "beam": chosen.beam, "branch": chosen.branch, "depth": chosen.depth},
+        "greedy_temperature": chosen.greedy_temperature,
         "texts": len(texts),
         "tokens": tokens,
         "forwards": steps,

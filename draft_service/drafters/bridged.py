@@ -83,7 +83,9 @@ class BridgedDrafter:
     # --- sessions ---
 
     def open(self, key: Key, start: SessionStart) -> None:
-        session = self._sessions[key] = _Session(start, len(start.tokens), start.epoch, start.budget, start.step_ms, start.drawing)
+        session = self._sessions[key] = _Session(
+            start, len(start.tokens), start.epoch, start.budget, start.step_ms, start.drawing
+        )
         self._tell(key, session, start.tokens)
 
     def commit(self, key: Key, committed: SessionCommitted) -> None:

@@ -373,6 +373,8 @@ class LevelDrafter(ABC):
         for (rule, size), members in groups.items():
             rows = logits if len(members) == len(jobs) else torch.cat([pieces[k] for k in members])
             positions = [int(d) + jobs[k].length for k in members for d in jobs[k].depth[parents[k]]]
+            if rule.greedy and self._settings.greedy_temperature != 1:
+                rows = rows.float() / self._settings.greedy_temperature
             if positions:
                 found = draft_children(
                     rows, rule, positions, self._noise, self._topology.width,

@@ -222,6 +222,27 @@ def test_scores_after_random_commits_are_those_of_a_dense_forward(
     drafter.close(KEY)
 
 
+class Sharper(Oracle):
+    """What scores should be at ``greedy_temperature`` 0.5."""
+
+    def scores(self, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
+        plain = super().scores(tokens, sampling)
+        return torch.log_softmax(plain / 0.5, dim=-1) if sampling.greedy else plain
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_greedy_temperature_changes_the_scores_of_greedy_sessions_alone(
+    runtime: ModelRuntime, sampling: SamplingParams
+) -> None:
+    drafter = make_drafter(runtime, greedy_temperature=0.5)
+    verifier = Verifier(drafter, Sharper(make_runtime()), [5, 6, 7], sampling)
+    verifier.open()
+    work_until_done(drafter, [verifier], idle=False)
+    assert exact_scores(drafter, verifier) < CLOSE
+    assert verifier.seen > 3
+    drafter.close(KEY)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_fully_accepted_runs_ten_rounds_in_a_row(
     runtime: ModelRuntime, oracle: Oracle, sampling: SamplingParams
