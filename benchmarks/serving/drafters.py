@@ -123,7 +123,7 @@ def report(found: dict[str, Any]) -> bool:
     temperatures = ", ".join(f"{t:g}" for t in found["temperatures"])
     details = {
         "request_mix": f"{texts} texts of up to {found['tokens']} tokens, {len(found['prompts'])} kinds of "
-        f"task, one at a time, temperatures {temperatures}; trees of up to {found['nodes']} nodes, all of them verified",
+        f"task, one at a time, temperatures {temperatures}; trees of up to {found['nodes']} nodes, all verified",
         "baseline": "the same texts by the target alone in the same run",
     } | found
     plot(found)
