@@ -120,15 +120,17 @@ def plot(found: dict[str, Any]) -> None:
 
 def report(found: dict[str, Any]) -> bool:
     texts = sum(found["prompts"].values()) * len(found["temperatures"])
+    temperatures = ", ".join(f"{t:g}" for t in found["temperatures"])
     details = {
-        "request_mix": f"{texts} texts of {found['tokens']} tokens, one at a time: {found['prompts']} at temperatures "
-        f"{found['temperatures']}; trees of up to {found['nodes']} nodes, all of them verified",
+        "request_mix": f"{texts} texts of up to {found['tokens']} tokens, {len(found['prompts'])} kinds of "
+        f"task, one at a time, temperatures {temperatures}; trees of up to {found['nodes']} nodes, all verified",
         "baseline": "the same texts by the target alone in the same run",
     } | found
     plot(found)
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END)[1]}")
+    measured = f"{details['request_mix'].capitalize()}.\n\n{table(found)}"
+    PAGE.write_text(f"{before}{BEGIN}\n{measured}\n{END}{rest.split(END)[1]}")
     return write("drafters", checks(found), details)
 
 
