@@ -169,19 +169,20 @@ class Controller:
         self._clock = clock
         self._workers: dict[str, WorkerState] = {}
         self._changed = asyncio.Event()
+        self.adopted = False
+        """Whether ``run`` has taken over what a former controller left: sizes set before that would be lost."""
         self.routers: dict[str, str] = {}  # addresses by id
         self.router_error = ""
 
     async def run(self) -> None:
         """Keeps the pools until it is cancelled."""
-        adopted = False
         while True:
             try:
                 self.routers |= await self._fleet.ensure_routers()
                 self.router_error = ""
-                if not adopted:
+                if not self.adopted:
                     await self.adopt()
-                    adopted = True
+                    self.adopted = True
                 await self.tick()
             except DraftwoodError as error:
                 self.router_error = "" if self.routers else str(error)

@@ -206,6 +206,9 @@ class ControllerActor:
         return self._controller.status()
 
     async def scale(self, asked: dict[str, int]) -> tuple[PoolState, ...]:
+        if not self._controller.adopted:
+            message = "the controller has just started and has not taken over yet"
+            raise Unavailable("NO_CONTROLLER", message, retry_after_ms=1000)
         return self._controller.scale(asked)
 
     async def end(self, grace_s: float) -> None:

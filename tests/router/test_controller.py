@@ -403,3 +403,25 @@ async def test_without_an_autoscaler_of_nodes_a_pool_stays_within_what_is_there(
     for _ in range(100):
         assert not [t for t in await bench.told(1) if t.startswith("create")], "it is not tried again at once"
     await bench.controller.stop()
+
+
+async def test_sizes_can_be_set_once_the_former_controllers_are_known() -> None:
+    """Taking over sets the sizes to what was wanted before: one that was set earlier would be lost."""
+    former = Bench(draft=2)
+    await former.tick()
+    former.fleet.router_lost = True
+    heir = Controller(LIMITS, {"verifier": 1, "draft": 1}, former.fleet, SETTINGS)
+    running = asyncio.create_task(heir.run())
+    await asyncio.sleep(0.05)
+    assert not heir.adopted
+    former.fleet.router_lost = False
+    async with asyncio.timeout(5):
+        while not heir.adopted:
+            await asyncio.sleep(0.01)
+    heir.scale({"draft": 3})
+    await asyncio.sleep(1.2 * SETTINGS.check_s)
+    assert {state.limits.name: state.wanted for state in heir.states()} == {"verifier": 1, "draft": 3}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await heir.stop()
+    await former.controller.stop()

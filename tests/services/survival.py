@@ -69,7 +69,7 @@ class Fleet:
     async def replaced(self, service: Service) -> float:
         """Seconds until a process in place of one that has ended is ready."""
         began = time.monotonic()
-        self.processes.restart(service)
+        await asyncio.to_thread(self.processes.restart, service)  # forking may take a while; clients go on
         await self.settled()
         return time.monotonic() - began
 
@@ -165,7 +165,7 @@ async def killed(cluster: Fleet, victims: Sequence[Service], kills: int, seed: i
             await asyncio.sleep(rng.uniform(0, LONGEST_PAUSE_S))
             victim = rng.choice(victims)
             moments.append(time.monotonic())
-            cluster.processes.kill(victim)
+            await asyncio.to_thread(cluster.processes.kill, victim)
             seen.back_s.append(await cluster.replaced(victim))
         await asyncio.sleep(LATEST_S)
     seen.kills = kills
@@ -178,10 +178,9 @@ async def all_killed(cluster: Fleet, victims: Sequence[Service], **options: Any)
     seen = Seen(kills=len(victims))
     async with live(cluster, seen, **options) as sessions:
         moment = time.monotonic()
-        for victim in victims:
-            cluster.processes.kill(victim)
-        for victim in victims:
-            cluster.processes.restart(victim)
+        for act in (cluster.processes.kill, cluster.processes.restart):
+            for victim in victims:
+                await asyncio.to_thread(act, victim)
         await cluster.settled()
         seen.back_s.append(time.monotonic() - moment)
     seen.gaps_s = sessions.gaps(moment, moment + LATEST_S)
