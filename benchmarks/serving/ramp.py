@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -263,8 +264,15 @@ def details(ramp: Ramp, samples: list[Sample], stages: Stages) -> dict[str, Any]
         "stages": [_stage(samples, k, clients, seconds) for k, (clients, seconds) in enumerate(stages)],
         "request_mix": f"{'chat prompts' if ramp.chat else 'texts'}, greedy, {ramp.options['max_tokens']} tokens each, "
         "sent in a row by each client",
-        "samples": [asdict(sample) for sample in samples],
+        "decisions": _decisions(samples),
+        "samples": [{k: v for k, v in asdict(sample).items() if k != "decision"} for sample in samples],
     }
+
+
+def _decisions(samples: list[Sample]) -> list[str]:
+    """What the policy said at each change of the cap, with the second."""
+    changed = [(a, b) for a, b in pairwise(samples) if a.cap != b.cap]
+    return [f"{now.at_s:.0f} s: {now.decision}" for _, now in changed]
 
 
 def _stage(samples: list[Sample], stage: int, clients: int, seconds: int) -> dict[str, Any]:
@@ -283,7 +291,7 @@ def plot(runs: dict[str, Any]) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "draftwood"
+    mpl.rcParams |= {"svg.hashsalt": "draftwood", "svg.fonttype": "none"}
     from matplotlib import pyplot as plt
 
     titles = {"demo": "demo's models: gate and policy", "policy": "tiny models, width full: the policy alone"}
