@@ -35,6 +35,7 @@ class BrokenDrafter:
     def __init__(self, real: Drafter, hear: Callable[[int], int], say: Callable[[int], int]) -> None:
         self.real, self.hear, self.say = real, hear, say
         self.kind, self.model, self.vocabulary, self.rules = real.kind, "broken", real.vocabulary, real.rules
+        self.features = real.features
 
     def open(self, key: Key, start: SessionStart) -> None:
         self.real.open(key, replace(start, tokens=tuple(map(self.hear, start.tokens))))

@@ -81,7 +81,7 @@ async def test_text_is_the_targets_whatever_head_draws_on_its_features(
     assert await texts(cluster) > 0, "nothing was shown"
     assert cluster.drafts[0].loaded.core.nodes_drafted and cluster.engine.totals.refused == 0
     [canary] = cluster.verifier._load_report().canaries
-    assert canary.taken > 0, "the canary's features are told, too"
+    assert canary.steps > 0, "the canary's features are told, too: no round ends without"
     await cluster.is_idle()
 
 
