@@ -16,7 +16,7 @@ from router.scaling import PoolLimits, PoolState
 from router.state import Pools
 
 
-def value(name: str, **labels: str) -> float:
+def value(name: str, /, **labels: str) -> float:
     found = METRICS.registry.get_sample_value(name, labels)
     assert found is not None, (name, labels)
     return found
