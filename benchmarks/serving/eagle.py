@@ -33,7 +33,7 @@ from draftwood.runtime.demo_model import demo_target
 from draftwood.runtime.text import TextCodec
 
 NODES = 32
-DEPTH = 10
+DEPTH = 14
 CHECK = "drafters/eagle2_accepted_n32"
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     parser.add_argument("--beam", type=int, default=10)
     parser.add_argument("--branch", type=int, default=10)
     parser.add_argument("--depth", type=int, default=DEPTH)
-    parser.add_argument("--greedy-temperature", type=float, default=0.8, help="as the setting of that name")
+    parser.add_argument("--greedy-temperature", type=float, default=0.85, help="as the setting of that name")
     chosen = parser.parse_args(arguments)
     settings = DraftSettings(
         kind="eagle", model=chosen.head, topology="expand_rerank", max_nodes=chosen.nodes, beam=chosen.beam,
