@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +22,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "train"))
 
-from drafters import follow
-from evaluate import answers
+from evaluate import answers, kept_answers
 from results import Check, write
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draft_service.drafter import Drafter, SessionCommitted, SessionStart
 from draft_service.server import make_drafter
 from draftwood.config import DraftSettings
 from draftwood.features import FINAL, FeatureRequest, Features
+from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_target
 from draftwood.runtime.text import TextCodec
 
@@ -45,6 +47,41 @@ def features_of(target: PreTrainedModel, tokens: Sequence[int], request: Feature
     return picked.bfloat16().view(torch.int16).numpy().view(np.uint16)
 
 
+def follow(
+    drafter: Drafter,
+    key: tuple[int, int],
+    prompt: list[int],
+    text: list[int],
+    nodes: int,
+    depth: int,
+    features: Features,
+) -> tuple[int, float]:
+    """Steps for one text, and the seconds that the drafter drew. ``features`` are those of prompt and text."""
+    start = SessionStart(0, tuple(prompt), SamplingParams(), nodes, 49152, nodes, depth, 2048)
+    drafter.open(key, start)
+    drafter.feed(key, 0, features[: len(prompt) - 1])
+    paths: dict[int, tuple[int, ...]] = {}  # node id -> tokens from the prompt on
+    done, steps, spent_s = 0, 0, 0.0
+    while done < len(text):
+        began = time.perf_counter()
+        growths = []
+        while drafter.wants_work():
+            growths += drafter.work()
+        spent_s += time.perf_counter() - began
+        for _, growth in growths:
+            for k, (parent, token) in enumerate(zip(growth.parent.tolist(), growth.token.tolist(), strict=True)):
+                paths[growth.first_id + k] = (*(paths[parent] if parent else text[:done]), token)
+        right = [p for p in paths.values() if p == tuple(text[: len(p)])]
+        end = min(len(text), max(map(len, right), default=done) + 1)
+        steps += 1
+        drafter.feed(key, len(prompt) + done - 1, features[len(prompt) + done - 1 : len(prompt) + end - 1])
+        drafter.commit(key, SessionCommitted(steps, len(prompt) + end, tuple(text[done:end]), nodes))
+        done = end
+        paths = {i: p for i, p in paths.items() if len(p) > done and p[:done] == tuple(text[:done])}
+    drafter.close(key)
+    return steps, spent_s
+
+
 def main(arguments: Sequence[str] | None = None) -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head", required=True, help="folder of the head")
@@ -53,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     parser.add_argument("--beam", type=int, default=10)
     parser.add_argument("--branch", type=int, default=10)
     parser.add_argument("--depth", type=int, default=DEPTH)
+    parser.add_argument("--answers", type=Path, help="file that keeps the target's answers from one run to the next")
     parser.add_argument("--greedy-temperature", type=float, default=0.85, help="as the setting of that name")
     chosen = parser.parse_args(arguments)
     settings = DraftSettings(
@@ -62,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     drafter = make_drafter(settings)
     assert drafter.features is not None
     target = AutoModelForCausalLM.from_pretrained(demo_target(), dtype=torch.float32).eval()
-    texts = answers(target, TextCodec(demo_target()))[:: chosen.every]
+    texts = kept_answers(chosen.answers, lambda: answers(target, TextCodec(demo_target())))[:: chosen.every]
     tokens = steps = 0
     drew_s = 0.0
     for k, (prompt, answer) in enumerate(texts):

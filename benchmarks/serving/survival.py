@@ -228,7 +228,8 @@ async def main() -> bool:
                     async with connected(processes) as cluster:
                         figures = await PARTS[part](cluster)
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            run = {"took_s": round(time.monotonic() - began), "load_average": round(os.getloadavg()[1], 1)}
+            run = {"took_s": round(time.monotonic() - began), "cores": os.cpu_count()}
+            run["load_average"] = round(os.getloadavg()[1], 1)
             results[part] = figures | run | {"commit": commit(), "date": now}
             print(part, json.dumps(results[part]), flush=True)
             ok = write("survival", checks(results), results)
