@@ -48,6 +48,10 @@ class Storm:
     baselines_s: list[float] = field(default_factory=list)  # from when a batch had left to when nothing was left of it
     errors: list[str] = field(default_factory=list)
     tasks: int = 0  # of the whole process, when nobody asks for anything
+    background: int = field(init=False)  # tasks of the router's own, before anybody has asked for anything
+
+    def __post_init__(self) -> None:
+        self.background = len(self.router._state.background._tasks)
 
     async def batch(self, state: str) -> None:
         """So many requests are brought into the state and left; returns when nothing is left of them."""
@@ -76,7 +80,7 @@ class Storm:
             "requests at the router": state.counters.requests,
             "sessions of the router's workers": sum(worker.sessions for worker in state.registry.workers()),
             "calls to workers": sum(len(worker.calls) for worker in state.registry.workers()),
-            "keepers of attachments": len(state.background._tasks),
+            "keepers of attachments": len(state.background._tasks) - self.background,
             "sessions at verifiers": self._count(self._known),
             "pages held": sum(engine.runtime.pool.held for engine in self.engines),
             "streams of requests": sum(len(verifier._streams) for verifier in self.verifiers),
