@@ -62,6 +62,33 @@ class SessionCommitted:
             raise ValueError(f"{known} + {len(self.tokens)} tokens do not make {self.length}")
 
 
+@dataclass(eq=False)
+class RoundSession:
+    """What a drafter that draws each round at once keeps of a session."""
+
+    start: SessionStart
+    tokens: list[int]  # committed
+    epoch: int
+    budget: int
+    due: bool = True
+    drawing: Drawing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drawing = self.start.drawing
+
+    @property
+    def room(self) -> int:
+        """Depth that a tree may have."""
+        depth = self.drawing.room(self.start.max_depth)
+        return min(depth, self.budget, self.start.max_context_tokens - len(self.tokens))
+
+    def follow(self, committed: SessionCommitted) -> None:
+        """Moves on, after which a round is due."""
+        self.tokens.extend(committed.tokens)
+        self.epoch, self.budget, self.due = committed.epoch, committed.budget, True
+        self.drawing = committed.drawing
+
+
 class Drafter(Protocol):
     """Used by one thread. Every method returns quickly but ``work``, which runs at most one forward."""
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from draft_service.drafter import Key, Numbering, SessionCommitted, SessionStart
+from draft_service.drafter import Key, Numbering, RoundSession, SessionCommitted, SessionStart
 from draftwood import tree as tt
 from draftwood.config import DraftSettings
 from draftwood.features import FeatureRequest, Features
 from draftwood.parameters import Rule
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import Drawing, SessionGrowth
+from draftwood.wire import SessionGrowth
 
 PRIOR_TRIALS = 4.0
 
@@ -34,26 +34,11 @@ class Trust:
         return self._hits[length] / self._trials[length]
 
 
-@dataclass
-class LookupSession:
+@dataclass(eq=False)
+class LookupSession(RoundSession):
     """One session's text, and what is wanted for it."""
 
-    start: SessionStart
-    tokens: list[int]  # committed
-    epoch: int
-    budget: int
     numbering: Numbering = field(default_factory=Numbering)
-    due: bool = True
-    drawing: Drawing = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.drawing = self.start.drawing
-
-    @property
-    def room(self) -> int:
-        """Depth that a tree may have."""
-        depth = self.drawing.room(self.start.max_depth)
-        return min(depth, self.budget, self.start.max_context_tokens - len(self.tokens))
 
 
 S = TypeVar("S", bound=LookupSession)
@@ -95,9 +80,7 @@ class LookupDrafter(ABC, Generic[S]):
             return
         committed.check_follows(len(session.tokens))
         self._learn(session, committed.tokens)
-        session.tokens.extend(committed.tokens)
-        session.epoch, session.budget, session.due = committed.epoch, committed.budget, True
-        session.drawing = committed.drawing
+        session.follow(committed)
         session.numbering.restart(None)
 
     def feed(self, key: Key, first: int, features: Features) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.drafter import Key, RedrawnNumbering, SessionCommitted, SessionStart
+from draft_service.drafter import Key, RedrawnNumbering, RoundSession, SessionCommitted, SessionStart
 from draftwood import tree as tt
 from draftwood.config import DraftSettings
 from draftwood.features import FeatureRequest, Features
@@ -27,7 +27,7 @@ from draftwood.sampling import draft_children
 from draftwood.topology import likeliest
 from draftwood.tree import TokenTree
 from draftwood.vocabulary import Vocabulary
-from draftwood.wire import Drawing, SessionGrowth
+from draftwood.wire import SessionGrowth
 
 
 class PlacesRuntime(Protocol):
@@ -38,25 +38,10 @@ class PlacesRuntime(Protocol):
 
 
 @dataclass(eq=False)
-class PlacesSession:
+class PlacesSession(RoundSession):
     """One session's text, and whether a round is due."""
 
-    start: SessionStart
-    tokens: list[int]  # committed
-    epoch: int
-    budget: int
     numbering: RedrawnNumbering = field(default_factory=RedrawnNumbering)
-    due: bool = True
-    drawing: Drawing = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.drawing = self.start.drawing
-
-    @property
-    def room(self) -> int:
-        """Depth that a tree may have."""
-        depth = self.drawing.room(self.start.max_depth)
-        return min(depth, self.budget, self.start.max_context_tokens - len(self.tokens))
 
     @property
     def rule(self) -> SamplingParams:
@@ -128,9 +113,7 @@ class PlacesDrafter(ABC, Generic[S]):
             return
         committed.check_follows(len(session.tokens))
         session.numbering.follow(committed.tokens)
-        session.tokens.extend(committed.tokens)
-        session.epoch, session.budget, session.due = committed.epoch, committed.budget, True
-        session.drawing = committed.drawing
+        session.follow(committed)
 
     def close(self, key: Key) -> None:
         self._sessions.pop(key, None)
