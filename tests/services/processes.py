@@ -165,7 +165,7 @@ class Sessions:
     texts: int = 0
     wrong: list[str] = field(default_factory=list)
     refused: int = 0  # new texts that nobody could begin
-    arrivals: list[list[tuple[float, float]]] = field(default_factory=list)  # by session: chunk and the one before
+    arrivals: list[list[tuple[float, float]]] = field(default_factory=list)  # by session: awaited since, there at
     _expected: list[list[int]] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -187,7 +187,7 @@ class Sessions:
                 await asyncio.sleep(0.02)
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """By session, the longest time between two chunks of a text, of which a part lies between the two moments."""
+        """By session, the longest wait for a chunk, a text's first among them, that lies in part between the moments."""
         found = []
         for chunks in self.arrivals:
             spans = [at - before for before, at in chunks if at >= since and before <= until]
@@ -212,14 +212,13 @@ class Sessions:
         """Every other one greedy; a prompt and a seed of its own. Raises Refused if it did not begin for now."""
         options: dict[str, Any] = {"max_tokens": self.tokens, "seed": k, "temperature": 0.8 * (k % 2)}
         tokens: list[int] = []
-        before, begun = 0.0, False
+        before, begun = time.monotonic(), False
         try:
             async for event in self.client.generate(f"count {k} {k}", speculate=speculate, ignore_eos=True, **options):
                 begun = True
                 if isinstance(event, Chunk):
                     now = time.monotonic()
-                    if before:
-                        self.arrivals[k].append((before, now))
+                    self.arrivals[k].append((before, now))
                     before = now
                     tokens += event.tokens
                 elif isinstance(event, Finished):
