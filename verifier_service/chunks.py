@@ -3,7 +3,8 @@
 A chunk is the largest that makes the step at most ``stretch`` times as long as it is without, but never less than
 ``LEAST_CHUNK`` rows, or ``LEAST_ROWS`` where a row costs much more than T(rows) says: decoding sessions keep their
 pace, and prefill always gets on (Sarathi-Serve, arXiv:2403.02310). Where few decode while many read, those few wait
-longer: a step is worth most when all are in it.
+longer: a step is worth most when all are in it. For the same reason prompts that end go whole if the step then takes
+at most ``WHOLE_STRETCH`` times as long: in smaller chunks they delay the others as much, and decode later.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 
 STRETCH, MOST_STRETCH = 1.35, 3.0
 """Times as long as without prefill that a step may take while one session reads, or few do, and at most."""
+
+WHOLE_STRETCH = 2.0
+"""Times as long that a step may take if prompts end with it."""
 
 RISE, FALL = 0.3, 0.05
 """Weights of a step in the cost of a row: a chunk that was too large is felt by all, one that was too small by none."""
@@ -47,6 +51,30 @@ class PrefillCost:
 def stretch(reading: int, decoding: int) -> float:
     """How many times as long as without prefill a step may take, by the sessions that read and those that decode."""
     return min(MOST_STRETCH, 1 + (STRETCH - 1) * max(1.0, 2 * (reading - 1) / decoding))
+
+
+def split(pending: Sequence[int], chunk: int, whole: int, first: int = 0) -> list[int]:
+    """Rows for sessions with so many ``pending``, who has waited longest first.
+
+    Who has waited longest, then the shortest, go whole as far as they end within ``whole`` rows; if the first does not,
+    it has ``LEAST_CHUNK`` rows in any case. Where that comes to no more than ``chunk``, so many sessions share that evenly
+    (``fair_split``) that no part of it is tiny.
+    """
+    counts, left = [0] * len(pending), whole
+    if pending[0] > whole:
+        counts[0] = min(LEAST_CHUNK, whole)
+        left -= counts[0]
+    for k in sorted(range(len(pending)), key=lambda k: (k > 0, pending[k])):
+        if pending[k] > left:
+            continue
+        counts[k] = pending[k]
+        left -= pending[k]
+    if whole - left > chunk:
+        return counts
+    some = max(1, chunk // LEAST_CHUNK)
+    while some < len(pending) and sum(pending[:some]) < chunk:
+        some += 1
+    return fair_split(pending[:some], chunk, first) + [0] * (len(pending) - some)
 
 
 def fair_split(wanted: Sequence[int], total: int, first: int = 0) -> list[int]:

@@ -17,7 +17,7 @@ from draftwood.config import VerifierSettings
 from draftwood.runtime.batch import Rows
 from draftwood.telemetry import WidthReason
 from draftwood.tree import BoolArray, IndexArray, TokenTree
-from verifier_service.chunks import LEAST_CHUNK, PrefillCost, fair_split, stretch
+from verifier_service.chunks import LEAST_CHUNK, WHOLE_STRETCH, PrefillCost, fair_split, split, stretch
 from verifier_service.session import Session
 from verifier_service.width import SHUT_BELOW, Outlook, Policy, Situation, SpeculationGate, StepTimes, admit
 
@@ -223,14 +223,16 @@ class Planner:
         return parts
 
     def _prefill_parts(self, sessions: Sequence[Session], decode_rows: int, most_rows: int) -> list[Part]:
-        """A chunk that delays the decoding sessions little, shared evenly; no part of a chunk is tiny."""
+        """A chunk that delays the decoding sessions little (``chunks.py``)."""
+        pending = [s.pending for s in sessions]
+        chunk = whole = most_rows
         if decode_rows:
             curve = self.times(decode_rows + np.arange(most_rows + 1), self._load)
-            most_rows = self._prefill_cost.chunk(curve, stretch(len(sessions), self._decoding))
-            rows = min(most_rows, sum(s.pending for s in sessions))
-            self._chunk_s = float(curve[rows] - curve[0]) / self.times.slowness(self._load)
-        sessions = sessions[: max(1, most_rows // LEAST_CHUNK)]
-        counts = fair_split([s.pending for s in sessions], most_rows, self._turn)
+            chunk = self._prefill_cost.chunk(curve, stretch(len(sessions), self._decoding))
+            whole = self._prefill_cost.chunk(curve, WHOLE_STRETCH)
+        counts = split(pending, chunk, whole, self._turn)
+        if decode_rows:
+            self._chunk_s = float(curve[sum(counts)] - curve[0]) / self.times.slowness(self._load)
         return [_prefill_part(s, count) for s, count in zip(sessions, counts, strict=True) if count]
 
     # --- how wide ---

@@ -30,9 +30,20 @@ from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).parents[2]
 KARY = ([5, 4], [4, 2, 1], [3, 2, 1, 1], [4, 1, 1, 1, 1, 1], [3, 1, 1, 1, 1, 1, 1, 1])
-METHODS = drafting_methods() | {
-    f"kary {k}": {"kind": "lm", "topology": "kary", "branching": k} for k in KARY
-}  # fmt: skip
+EAGLE = {"kind": "eagle", "model": "models/smollm2-135m-eagle"}
+METHODS = (
+    drafting_methods()
+    | {
+        "eagle": EAGLE | {"topology": "expand_rerank", "branch": 8, "beam": 8, "depth": 8},
+        "eagle, eagle1": EAGLE | {"topology": "eagle1"},
+        "medusa": {"kind": "medusa", "model": "models/smollm2-135m-medusa", "topology": "best_first"},
+    }
+    | {f"kary {k}": {"kind": "lm", "topology": "kary", "branching": k} for k in KARY}
+)
+UNTRAINED = ("mtp", "block")
+"""Kinds without a checkpoint for the demo target."""
+FEATURES = (0, 2, 15, 27)
+"""Layers that the heads in ``models/`` read."""
 PARTS = Path("drafters-cells.json")
 PAGE = ROOT / "docs" / "drafters.md"
 BEGIN, END = "<!-- drafters: begin -->", "<!-- drafters: end -->"
@@ -146,8 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     chosen = parser.parse_args(arguments)
     if not chosen.report:
         options = Options(
-            choose(chosen.method, METHODS), load_tasks(prompts=chosen.prompts), tuple(chosen.temperature),
-            chosen.tokens, chosen.nodes, draft=(("threads", 1),),
+            {name: of for name, of in choose(chosen.method, METHODS).items() if name not in UNTRAINED},
+            load_tasks(prompts=chosen.prompts), tuple(chosen.temperature),
+            chosen.tokens, chosen.nodes, verifier=(("features", list(FEATURES)),), draft=(("threads", 1),),
         )  # fmt: skip
         earlier = json.loads(PARTS.read_text()) if chosen.add else None
         asyncio.run(compare(options, Console(), lambda found: write_cells(PARTS, found, earlier)))

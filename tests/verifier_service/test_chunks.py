@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from planning import decoding, make_planner, prefilling, step
 
-from verifier_service.chunks import LEAST_CHUNK, LEAST_ROWS, MOST_STRETCH, STRETCH, PrefillCost, fair_split, stretch
+from verifier_service.chunks import (
+    LEAST_CHUNK,
+    LEAST_ROWS,
+    MOST_STRETCH,
+    STRETCH,
+    PrefillCost,
+    fair_split,
+    split,
+    stretch,
+)
 from verifier_service.width import StepTimes
 
 CPU = StepTimes([1, 8, 16, 32], [0.034, 0.037, 0.046, 0.074])
@@ -34,7 +43,7 @@ def test_the_chunk_is_the_largest_that_decoding_sessions_hardly_notice(times: St
 @pytest.mark.parametrize(("decoders", "readers"), [(1, 7), (4, 4), (6, 2)])
 def test_where_few_decode_and_many_read_a_step_may_take_longer(times: StepTimes, decoders: int, readers: int) -> None:
     planner = make_planner(times, max_step_tokens=512)
-    sessions = [decoding(f"d{k}") for k in range(decoders)] + [prefilling(f"p{k}", 100) for k in range(readers)]
+    sessions = [decoding(f"d{k}") for k in range(decoders)] + [prefilling(f"p{k}", 400) for k in range(readers)]
     parts = planner.plan(0.0, sessions, lambda _: 0.0)
     rows = sum(len(part.rows.token) for part in parts)
     alone_s, now_s, more_s = times(np.array([decoders, rows, rows + 1]), 0)
@@ -117,6 +126,25 @@ def test_prefill_has_no_step_of_its_own_while_others_await_their_drafts() -> Non
     assert planner.due(0.0, [waiting, prefilling("p", 100)], lambda _: 0.02) == pytest.approx(0.06)
     assert planner.due(0.0, [decoding("d"), prefilling("p", 100)], lambda _: 0.02) == 0.0
     assert planner.due(0.0, [prefilling("p", 100)], lambda _: 0.02) == 0.0
+
+
+def test_prompts_that_end_go_whole_and_the_longest_wait_ends() -> None:
+    assert split([24], 10, 29) == [24], "whole"
+    assert split([41], 10, 29) == [10], "too long"
+    assert split([29, 5, 7], 10, 29) == [29, 0, 0], "who has waited longest, though others are shorter"
+    assert split([4000, 12, 30, 9], 10, 29) == [8, 12, 0, 9], "a long one gets on whatever comes"
+    assert split([10, 12, 60, 6], 10, 29) == [10, 12, 0, 6], "of the others, the shortest"
+    assert split([4000, 41], 20, 29) == [10, 10], "none ends: evenly"
+    assert split([4000, 3], 20, 29) == [17, 3], "and no step is shorter for it"
+    rnd = random.Random(3)
+    for _ in range(500):
+        pending = [rnd.randrange(1, 60) for _ in range(rnd.randrange(1, 9))]
+        chunk = rnd.randrange(1, 40)
+        whole = rnd.randrange(chunk, 80)
+        counts = split(pending, chunk, whole, rnd.randrange(9))
+        assert min(chunk, sum(pending)) <= sum(counts) <= whole
+        assert all(0 <= count <= all_of_it for count, all_of_it in zip(counts, pending, strict=True))
+        assert counts[0] > 0
 
 
 def test_fair_split_is_max_min_fair() -> None:
