@@ -187,7 +187,7 @@ class Sessions:
                 await asyncio.sleep(0.02)
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """By session, the longest wait for a chunk, a text's first among them, that lies in part between the moments."""
+        """By session, the longest wait for a chunk, a text's first too, that lies in part between the moments."""
         found = []
         for chunks in self.arrivals:
             spans = [at - before for before, at in chunks if at >= since and before <= until]
