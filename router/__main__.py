@@ -25,7 +25,7 @@ def main(
     given: dict[str, Any] = {"listen": listen, "verifiers": verifier, "drafts": draft}
     settings = RouterSettings(**{name: value for name, value in given.items() if value})
     try:
-        uvloop.run(serve("router", RouterServer(settings)))
+        uvloop.run(serve("router", lambda: RouterServer(settings)))
     except DraftwoodError as error:
         sys.exit(f"error: {error}")
 

@@ -16,11 +16,13 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from draftwood.config import ActorSettings, ClusterConfig, DraftSettings, RouterSettings, VerifierSettings
 from draftwood.errors import DraftwoodError, Unavailable
+from draftwood.rpc.serve import starting
 from draftwood.telemetry import configure_logging, get_logger
 from router.controller import Controller, ControllerStatus
 from router.scaling import PoolLimits, PoolState
@@ -105,8 +107,11 @@ class RoleActor:
         _free_threads()
         self._spec = spec
         self._stopping = False
-        self._server: Any = _load(spec.plan.servers[spec.role])(_settings_here(spec))
-        self._address: str = await self._server.start()
+        with ExitStack() as start:
+            start.enter_context(starting())
+            self._server: Any = _load(spec.plan.servers[spec.role])(_settings_here(spec))
+            self._address: str = await self._server.start()
+            self._ready = asyncio.create_task(self._become_ready(start.pop_all()))
         self._registering = [asyncio.create_task(self._keep_registered(each)) for each in self._routers()]
 
     async def info(self) -> tuple[str, str, int]:
@@ -115,7 +120,11 @@ class RoleActor:
 
     async def ready(self) -> None:
         """Waits until the server serves; raises what keeps it from serving."""
-        await self._server.ready()
+        await asyncio.shield(self._ready)
+
+    async def _become_ready(self, start: ExitStack) -> None:
+        with start:
+            await self._server.ready()
 
     async def stopping(self) -> bool:
         """Whether it has been told to stop."""

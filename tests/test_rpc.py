@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import pickle
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 
 from draftwood.errors import BY_STATUS, DraftwoodError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from draftwood.rpc.channel import OPTIONS, open_channel
+from draftwood.rpc.serve import starting
 from draftwood.rpc.server import DecodeFailure, RpcServer
 from draftwood.rpc.status import from_rpc_error, to_status
 from draftwood.telemetry import Metrics, configure_logging
@@ -649,3 +651,15 @@ def test_error_proto_and_status_agree() -> None:
     message: tree_pb2.Error = error_to_proto(error)
     status = to_status(error)
     assert (status.code, status.message) == (message.code, message.message)
+
+
+def test_no_garbage_is_looked_for_while_a_server_starts_and_then_never_in_what_it_has_made() -> None:
+    try:
+        with starting():
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > 10_000
+        with pytest.raises(NotFound), starting():
+            raise NotFound("MODEL_UNKNOWN", "no such model")
+        assert gc.isenabled(), "a server that does not start looks for garbage, too"
+    finally:
+        gc.unfreeze()
