@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -300,11 +301,11 @@ def _by_depth(cells: Sequence[dict[str, Any]]) -> list[float]:
 def comparison_table(found: dict[str, Any]) -> Table:
     """One line a method."""
     temperatures = found["temperatures"]
-    table = Table(title=f"trees of {found['nodes']} nodes, {found['tokens']} tokens a text", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    columns = (*(f"tokens a round, T={t:g}" for t in temperatures), "a forward", "draft ms", "bytes", "speed", "same")
-    for column in columns:
-        table.add_column(column, justify="right")
+    title = f"tokens a round by temperature; trees of {found['nodes']} nodes, {found['tokens']} tokens a text"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("method", overflow="fold")
+    for column in (*(f"T={t:g}" for t in temperatures), "a step", "draft ms", "bytes", "speed", "same"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, method in found["methods"].items():
         if "skipped" in method:
             table.add_row(name, f"[dim]{method['skipped']}[/]")

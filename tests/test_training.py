@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "train"))
 import eagle as eagle_training
 import evaluate_heads
 import medusa as medusa_training
-from corpus import TOP, Round, save_facts, save_round
+import mtp as mtp_training
+from corpus import TOP, Round, rounds, save_facts, save_round
 from target import Target
 
 from draftwood.runtime.heads import FINAL_NORM, EagleHead, MedusaHeads, TargetShape, dense_forward
@@ -184,3 +185,28 @@ def test_medusa_heads_learn(
     assert all(head.lm_head is None for head in heads.heads)
     feature = target.features(torch.randint(0, VOCAB, (1, 4)), (FINAL_NORM,))
     assert not torch.allclose(heads.heads[0].hidden(feature), feature)
+
+
+def test_an_mtp_module_is_fitted_and_guesses_what_a_drafter_computes(
+    tmp_path: Path, target: Target, target_path: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mtp_training.main(
+        ["--target", target_path, "--corpus", str(corpus), "--out", str(tmp_path), "--held-out", "8", "--steps", "2"]
+    )
+    scores = [float(word) for word in capsys.readouterr().out.split("by step ")[1].split()]
+    assert len(scores) == 2 and scores[0] > 0.24  # the same token everywhere: 0.23
+    head = load_heads(str(tmp_path), TargetShape(WIDTH, 8, VOCAB), CPU, torch.float32)
+    assert isinstance(head, EagleHead) and head.hands_down_normed
+    tokens = torch.randint(0, VOCAB, (1, 9))
+    features = target.features(tokens, (FINAL_NORM,))
+    read, handed = dense_forward(head, target.embedding[tokens[0, 1:]], head.fused(features[0, :-1]))
+    module = mtp_training.Module(target)
+    mtp_training.fit(module, target, corpus_tokens(corpus)[:-8], steps=2, damping=0.01)
+    (_, first), (_, second) = module.chain(features, tokens, 2)
+    torch.testing.assert_close(read[:7], first[0], atol=0.02, rtol=0.02)  # the file has float16
+    again, _ = dense_forward(head, target.embedding[tokens[0, 2:]], handed[:-1])
+    torch.testing.assert_close(again[:7], second[0], atol=0.04, rtol=0.04)
+
+
+def corpus_tokens(folder: Path) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.array(each.tokens, np.int64) for each in rounds(folder)]))
