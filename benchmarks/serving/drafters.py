@@ -54,7 +54,6 @@ SHOWN = (
     "expand_rerank",
     "sequoia",
     "eagle1",
-    "kary",
     "suffix",
     "merged",
     "eagle",
