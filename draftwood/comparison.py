@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text as Line
 
 from draftwood.client import Chunk, DraftwoodClient, Finished, Message, Usage
 from draftwood.config import DraftSettings, RouterSettings
@@ -299,16 +300,17 @@ def _by_depth(cells: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def comparison_table(found: dict[str, Any]) -> Table:
-    """One line a method."""
+    """One line a method; below, those that were left out and why."""
     temperatures = found["temperatures"]
+    skipped = {name: method["skipped"] for name, method in found["methods"].items() if "skipped" in method}
     title = f"tokens a round by temperature; trees of {found['nodes']} nodes, {found['tokens']} tokens a text"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    table.caption = Line("\n".join(f"{name}: {reason}" for name, reason in skipped.items())) if skipped else None
     table.add_column("method", overflow="fold")
     for column in (*(f"T={t:g}" for t in temperatures), "a step", "draft ms", "bytes", "speed", "same"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, method in found["methods"].items():
-        if "skipped" in method:
-            table.add_row(name, f"[dim]{method['skipped']}[/]")
+        if name in skipped:
             continue
         cells = method["cells"]
         whole = total(cells)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from typing import get_args
 
 import pytest
+from rich.console import Console
 
 from draftwood.client import Usage
 from draftwood.comparison import Text, comparison_table, figures, load_tasks, merged, total
@@ -69,9 +71,12 @@ def test_cells_together_and_the_table() -> None:
     assert (total(cells, "code")["identical"], total(cells, "code")["texts"]) == (1, 2)
     found = {
         "nodes": 8, "tokens": 11, "temperatures": [0.0, 1.0],
-        "methods": {"a": {"cells": cells}, "b": {"skipped": "it has no weights"}},
+        "methods": {"expand_rerank": {"cells": cells}, "b": {"skipped": "it has no [weights]"}},
     }  # fmt: skip
-    assert comparison_table(found).row_count == 2
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(comparison_table(found))
+    shown = console.export_text()
+    assert "4.00" in shown and "86" in shown and "b: it has no [weights]" in shown and "…" not in shown
 
 
 def test_runs_are_added_where_their_texts_are_the_same() -> None:
