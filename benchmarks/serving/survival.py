@@ -81,7 +81,7 @@ async def routers(cluster: Fleet) -> dict[str, Any]:
 
 async def hangs(cluster: Fleet) -> dict[str, Any]:
     """SIGSTOP of a verifier until its sessions have moved, then SIGCONT."""
-    return told(await hung(cluster, cluster.verifiers[0], HANGS, LEASE_S + 1.0)) | {"lease_s": LEASE_S}
+    return told(await hung(cluster, cluster.verifiers, HANGS, LEASE_S + 1.0)) | {"lease_s": LEASE_S}
 
 
 async def drains(cluster: Fleet) -> dict[str, Any]:

@@ -73,6 +73,17 @@ class Fleet:
         await self.settled()
         return time.monotonic() - began
 
+    async def busiest(self, among: Sequence[Service]) -> Service:
+        """The one with most sessions, as soon as one has some: alike workers may well have all or none."""
+        sessions: dict[str, int] = {}
+        while not any(sessions.get(each.address) for each in among):
+            await asyncio.sleep(0.02)
+            if state := await status_at(self.routers[0].address):
+                sessions = {v.address: v.running for v in state.verifiers} | {
+                    d.address: d.sessions for d in state.drafts
+                }
+        return max(among, key=lambda each: sessions.get(each.address, 0))
+
     async def counted(self) -> tuple[int, int]:
         """Migrations and reattachments that the routers have made since their start."""
         states = [state for router in self.routers if (state := await status_at(router.address))]
@@ -187,12 +198,13 @@ async def all_killed(cluster: Fleet, victims: Sequence[Service], **options: Any)
     return seen
 
 
-async def hung(cluster: Fleet, victim: Service, times: int, for_s: float, **options: Any) -> Seen:
-    """SIGSTOP for so long, then SIGCONT: what the process had in hand must change nothing when it goes on."""
+async def hung(cluster: Fleet, victims: Sequence[Service], times: int, for_s: float, **options: Any) -> Seen:
+    """SIGSTOP of the busiest for so long, then SIGCONT: what it had in hand must change nothing when it goes on."""
     seen = Seen(kills=times)
     moments = []
     async with live(cluster, seen, **options) as sessions:
         for _ in range(times):
+            victim = await cluster.busiest(victims)
             moments.append(time.monotonic())
             with stopped(victim):
                 await asyncio.sleep(for_s)

@@ -59,13 +59,13 @@ async def test_texts_of_a_killed_router_go_on_at_another(cluster: Fleet) -> None
 
 async def test_bug_41_a_verifier_that_goes_on_after_its_texts_have_moved_changes_nothing(cluster: Fleet) -> None:
     """SIGSTOP, migration, SIGCONT: what it then sends is read by nobody, and it gives back all that it held."""
-    seen = await hung(cluster, cluster.verifiers[0], times=1, for_s=LEASE_S + 0.5, **SHORT)
+    seen = await hung(cluster, cluster.verifiers, times=1, for_s=LEASE_S + 0.5, **SHORT)
     assert unharmed(seen) and seen.migrations > 0
     assert max(seen.gaps_s) > LEASE_S / 2, "else nothing hung"
 
 
 async def test_a_draft_worker_that_hangs_is_waited_for_briefly(cluster: Fleet) -> None:
-    seen = await hung(cluster, cluster.drafts[0], times=1, for_s=1.5, **SHORT)
+    seen = await hung(cluster, cluster.drafts, times=1, for_s=1.5, **SHORT)
     assert unharmed(seen) and seen.migrations == 0 and percentile(seen.gaps_s, 0.99) < 1.0
 
 
