@@ -4,9 +4,10 @@ Scenarios and processes are those of ``tests/services/survival.py``; the models 
 sessions and what is measured is the recovery. Each part is run alone and takes a few minutes; its figures replace
 those of its last run in ``benchmarks/results/survival.json``, and the checks are over all parts.
 
-A *gap* is the time that a client waits for a chunk of its text, be it the first or the next, and in which a kill lies or
-which begins soon after one: the longest of each session within 1.5 s of each kill. What plain decoding needs is in it. Restarted processes
-start on the same two cores meanwhile; they are forked with their libraries loaded, so a restart is shorter than usual.
+A *gap* is the time that a client waits for a chunk of its text, be it the first or the next, and in which a kill lies
+or which begins soon after one: the longest of each session within 1.5 s of each kill. What plain decoding needs is in
+it. Restarted processes start on the same two cores meanwhile; they are forked with their libraries loaded, so a restart
+is shorter than usual.
 
     python benchmarks/serving/survival.py [--drafts] [--verifiers] [--routers] [--hangs] [--drains]
                                            [--cancels] [--controllers]
