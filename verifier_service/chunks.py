@@ -57,12 +57,12 @@ def split(pending: Sequence[int], chunk: int, whole: int, first: int = 0) -> lis
     """Rows for sessions with so many ``pending``, who has waited longest first.
 
     Who has waited longest, then the shortest, go whole as far as they end within ``whole`` rows; if the first does not,
-    it has ``LEAST_CHUNK`` rows in any case. Where that comes to no more than ``chunk``, so many sessions share that
-    evenly (``fair_split``) that no part of it is tiny.
+    it has up to ``LEAST_CHUNK`` of a chunk in any case. Where that comes to no more than ``chunk``, so many sessions
+    share that evenly (``fair_split``) that no part of it is tiny.
     """
     counts, left = [0] * len(pending), whole
     if pending[0] > whole:
-        counts[0] = min(LEAST_CHUNK, whole)
+        counts[0] = min(LEAST_CHUNK, chunk, whole)
         left -= counts[0]
     for k in sorted(range(len(pending)), key=lambda k: (k > 0, pending[k])):
         if pending[k] > left:

@@ -135,6 +135,7 @@ def test_prompts_that_end_go_whole_and_the_longest_wait_ends() -> None:
     assert split([4000, 12, 30, 9], 10, 29) == [8, 12, 0, 9], "a long one gets on whatever comes"
     assert split([10, 12, 60, 6], 10, 29) == [10, 12, 0, 6], "of the others, the shortest"
     assert split([4000, 41], 20, 29) == [10, 10], "none ends: evenly"
+    assert split([4000], 4, 9) == [4], "rows that are dear behind a long prefix stay few where none ends"
     assert split([4000, 3], 20, 29) == [17, 3], "and no step is shorter for it"
     rnd = random.Random(3)
     for _ in range(500):
