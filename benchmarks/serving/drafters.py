@@ -30,19 +30,20 @@ from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).parents[2]
 KARY = ([5, 4], [4, 2, 1], [3, 2, 1, 1], [4, 1, 1, 1, 1, 1], [3, 1, 1, 1, 1, 1, 1, 1])
-EAGLE = {"kind": "eagle", "model": "models/smollm2-135m-eagle"}
+KNOWN = drafting_methods()
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"model": "models/smollm2-135m-eagle", "depth": 8},
+    "medusa": {"model": "models/smollm2-135m-medusa"},
+    "mtp": {"model": "models/smollm2-135m-mtp"},
+    "block": {"model": "drafters-block"},
+}
 METHODS = (
-    drafting_methods()
-    | {
-        "eagle": EAGLE | {"topology": "expand_rerank", "branch": 8, "beam": 8, "depth": 8},
-        "eagle, eagle1": EAGLE | {"topology": "eagle1"},
-        "medusa": {"kind": "medusa", "model": "models/smollm2-135m-medusa", "topology": "best_first"},
-        "mtp": {"kind": "mtp", "model": "models/smollm2-135m-mtp", "topology": "chain", "depth": 3},
-        "block": {"kind": "block", "model": "drafters-block"},
-    }
+    KNOWN
+    | {kind: KNOWN[kind] | own for kind, own in HEADS.items()}
+    | {"eagle, eagle1": {"kind": "eagle", "model": HEADS["eagle"]["model"], "topology": "eagle1"}}
     | {f"kary {k}": {"kind": "lm", "topology": "kary", "branching": k} for k in KARY}
 )
-BLOCK = ROOT / "drafters-block"
+BLOCK = ROOT / HEADS["block"]["model"]
 """There is no head for the demo target that was trained to fill blocks: this is the EAGLE layer, told to."""
 FEATURES = (0, 2, 15, 27)
 """Layers that the heads in ``models/`` read."""
@@ -176,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     parser.add_argument("--report", action="store_true", help="of the parts, when they are all there")
     chosen = parser.parse_args(arguments)
     if not chosen.report:
-        write_block(ROOT / EAGLE["model"])
+        write_block(ROOT / HEADS["eagle"]["model"])
         options = Options(
             choose(chosen.method, METHODS), load_tasks(prompts=chosen.prompts), tuple(chosen.temperature),
             chosen.tokens, chosen.nodes, verifier=(("features", list(FEATURES)),), draft=(("threads", 1),),

@@ -49,7 +49,7 @@ def starting() -> Iterator[None]:
     """For as long as a server starts: no look for garbage meanwhile, and later none among what it has made.
 
     Libraries and models make hundreds of thousands of objects that stay. To look through them while they come takes a
-    fifth of the start's time, and later more than a step's whenever Python's oldest generation has its turn.
+    tenth of the start's processor time, and later more than a step's whenever Python's oldest generation has its turn.
     """
     gc.disable()
     try:
