@@ -384,10 +384,24 @@ def _tree_attention_kernel(
         tl.program_id(0), row_start, context, key_count, rows, requests, window, KV_HEADS, slots, places,
         GROUP, PAGE, ROW_TILE, REQUESTS, CANDIDATES, MIN_CHUNK, FIXED_CHUNK, WINDOW,
     )  # fmt: skip
-    if EARLY:  # so far nothing depends on the kernel before
-        tl.extra.cuda.gdc_wait()
     begin = tl.load(row_start + request)
     end = tl.load(row_start + request + 1, mask=request < requests, other=rows)
+    keys = tl.load(key_count + request, mask=request < requests, other=0)
+    prefix = tl.load(context + request, mask=request < requests, other=0)
+    first_page, stop_page, tail_pages = _size(prefix, keys, window, PAGE, WINDOW)
+    table = block_table + request.to(tl.int64) * columns
+    tiles: tl.constexpr = PAGE // KEY_TILE
+    if FIXED_CHUNK:
+        start, stop = chunk * chunk_pages, (chunk + 1) * chunk_pages
+    else:  # as even as whole pages allow, the tail counted with the last chunk
+        weighed = stop_page - first_page + tl.minimum(tail_pages, chunk_pages)
+        some = tl.maximum(chunks, 1)  # of the padding rows none
+        start, stop = weighed * chunk // some, weighed * (chunk + 1) // some
+    start = tl.minimum(first_page + start, stop_page) * tiles
+    stop = tl.minimum(first_page + stop, stop_page) * tiles
+    page_id = tl.load(table + start // tiles, mask=request < requests, other=0)
+    if EARLY:  # so far nothing depends on the kernel before
+        tl.extra.cuda.gdc_wait()
     packed_rows = (end - begin) * GROUP
     packed = tile * ROW_TILE + tl.arange(0, ROW_TILE)
     if (tile * ROW_TILE >= packed_rows) | ((request == requests) & (chunk > 0)):
@@ -406,8 +420,6 @@ def _tree_attention_kernel(
     if request == requests:
         tl.store(out + out_at, tl.zeros([ROW_TILE, DIMS], out.dtype.element_ty), mask=filled)
         return
-    keys = tl.load(key_count + request)
-    first_page, stop_page, tail_pages = _size(tl.load(context + request), keys, window, PAGE, WINDOW)
 
     q_at = row[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :]
     q = tl.load(query + q_at, mask=filled, other=0.0)
@@ -423,19 +435,9 @@ def _tree_attention_kernel(
     here = tl.zeros([ROW_TILE], tl.int32)
     if WINDOW:
         here = tl.load(position + row, mask=valid, other=0)
-    table = block_table + request.to(tl.int64) * columns
     block = PAGE * HEAD_DIM
 
-    tiles: tl.constexpr = PAGE // KEY_TILE
-    if FIXED_CHUNK:
-        start, stop = chunk * chunk_pages, (chunk + 1) * chunk_pages
-    else:  # as even as whole pages allow, the tail counted with the last chunk
-        weighed = stop_page - first_page + tl.minimum(tail_pages, chunk_pages)
-        start, stop = weighed * chunk // chunks, weighed * (chunk + 1) // chunks
-    start = tl.minimum(first_page + start, stop_page) * tiles
-    stop = tl.minimum(first_page + stop, stop_page) * tiles
     at = tl.arange(0, KEY_TILE)
-    page_id = tl.load(table + start // tiles)
     for step in range(start, stop):
         # Carried, so that the loads of keys and values do not wait for the load of their page id.
         next_id = tl.load(table + (step + 1) // tiles)
