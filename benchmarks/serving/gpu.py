@@ -3,17 +3,22 @@
 Starts a verifier, two draft workers (language model; n-gram) and a router as processes without Ray. In float32 the
 token ids are held against those of the CPU's reference path; in bfloat16 speculation is held against plain decoding.
 Every difference is listed with its margin: the gap, in nats, between the two best candidates of the float32 target.
+
+Then the same with SmolLM2 in the shape of an 8B model (``enlarged``): its texts, and so what drafts can guess, at what
+a step of such a model costs. All processes share the GPU.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +28,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from enlarged import enlarge
 from results import ROOT, Check, write
+from transformers import AutoTokenizer
 
 from draftwood.acceptance import Ending
 from draftwood.client import Chunk, DraftwoodClient, Finished, Message
@@ -33,6 +40,7 @@ from draftwood.noise import GumbelCache
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.demo_model import demo_target
 from draftwood.runtime.model import ModelRuntime, load_model
+from draftwood.runtime.shapes import shape
 from draftwood.runtime.text import TextCodec, end_tokens
 from draftwood.sampling import margins
 from verifier_service.engine import Engine
@@ -45,6 +53,7 @@ CLIENTS = (1, 8, 32)
 IN_A_ROW = 4
 """Prompts that each client sends, one after the other."""
 READY_S = 240.0
+LARGE = "llama-8b"
 VOCAB = 49152
 DEVICE = os.environ.get("DRAFTWOOD_BENCH_DEVICE", "cuda")
 """Another device only to try the script itself."""
@@ -100,11 +109,12 @@ def flips(
 
 
 @contextlib.asynccontextmanager
-async def services(dtype: str, logs: Path) -> AsyncIterator[DraftwoodClient]:
+async def services(dtype: str, logs: Path, target: str = "demo") -> AsyncIterator[DraftwoodClient]:
     """The four processes on the GPU, and a client of the router."""
     at = [f"127.0.0.1:{_free_port()}" for _ in range(4)]
+    options = ["--device", DEVICE, "--dtype", dtype, "--kv_pages", "1024", "--model", target]
     commands = [
-        ["verifier_service", "--listen", at[0], "--device", DEVICE, "--dtype", dtype, "--kv_pages", "1024"],
+        ["verifier_service", "--listen", at[0], *options],
         ["draft_service", "--listen", at[1], "--kind", "lm", "--device", DEVICE, "--kv_pages", "1024"],
         ["draft_service", "--listen", at[2], "--kind", "ngram"],
         ["router", "--listen", at[3], "--verifier", at[0], "--draft", at[1], "--draft", at[2]],
@@ -188,6 +198,26 @@ async def measure(client: DraftwoodClient) -> dict[str, Any]:
     return out
 
 
+async def answers(client: DraftwoodClient) -> dict[str, list[list[int]]]:
+    """Token ids of every case, with drafts and without."""
+    return {
+        kind: [(await answer(client, case, speculate=kind == "drafts")).tokens for case in CASES]
+        for kind in ("drafts", "plain")
+    }
+
+
+def save_large(folder: Path) -> None:
+    """SmolLM2 in the large shape, and its tokenizer."""
+    device = torch.device(DEVICE)
+    small = load_model(str(demo_target()), CPU, torch.float32).to(device)
+    large = enlarge(small, shape(LARGE), device, torch.bfloat16)
+    large.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(demo_target()).save_pretrained(folder)
+    del large
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 async def main() -> bool:
     logs = Path(os.environ.get("OUT", ROOT / "build")) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -199,21 +229,26 @@ async def main() -> bool:
     speeds: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
         async with services(dtype, logs) as client:
-            got[dtype] = {
-                kind: [(await answer(client, case, speculate=kind == "drafts")).tokens for case in CASES]
-                for kind in ("drafts", "plain")
-            }
+            got[dtype] = await answers(client)
             against = reference if dtype == "float32" else got[dtype]["plain"]
             print(dtype, "differences:", flips(judge, codec, against, got[dtype]["drafts"]), flush=True)
             if dtype == "bfloat16":
                 speeds = await measure(client)
+    with tempfile.TemporaryDirectory() as folder:
+        save_large(Path(folder))
+        async with services("bfloat16", logs, folder) as client:
+            got[LARGE], large_speeds = await answers(client), await measure(client)
     wide = {kind: flips(judge, codec, reference, got["float32"][kind]) for kind in ("drafts", "plain")}
     narrow = flips(judge, codec, got["bfloat16"]["plain"], got["bfloat16"]["drafts"])
+    large = flips(judge, codec, got[LARGE]["plain"], got[LARGE]["drafts"])
     wrong = [f for found in wide.values() for f in found if f["margin"] >= NEAR_TIE]
     checks = [
         Check("gpu/float32_differences", float(len(wrong)), "==", 0.0),
         Check("gpu/bfloat16_largest_flip_margin", max((f["margin"] for f in narrow), default=0.0), "<=", 0.25),
         Check("gpu/speedup", speeds["clients_1"]["ratio"], ">=", 1.0),
+        Check("gpu/8b_largest_flip_margin", max((f["margin"] for f in large), default=0.0), "<=", 0.25),
+        Check("gpu/8b_speedup", large_speeds["clients_1"]["ratio"], ">=", 1.5),
+        Check("gpu/8b_vs_plain_min", min(found["ratio"] for found in large_speeds.values()), ">=", 0.97),
     ]
     details = {
         "cases": len(CASES),
@@ -221,6 +256,8 @@ async def main() -> bool:
         "float32_near_tie_flips": wide,
         "bfloat16_flips_of_drafts_against_plain": narrow,
         "bfloat16_speed": speeds,
+        "8b_flips_of_drafts_against_plain": large,
+        "8b_speed": large_speeds,
     }
     return write("gpu", checks, details)
 
