@@ -62,6 +62,8 @@ class View:
     room: int  # depth that no node may exceed
     level: int = 0  # frontiers that have been expanded in this round
     step_ms: tuple[tuple[int, float], ...] = ()  # what a step of the verifier takes, as for ``best_size``
+    level_ms: float = 0.0  # what a level takes; 0: not known
+    turn_ms: float = 0.0  # from a tree's sending to the commit that answers it; 0: not known
 
 
 class Topology(Protocol):
@@ -91,6 +93,9 @@ class BestFirst:
     A level of nodes that are together reached with less than ``min_survival`` is not worth its forward, and a budget is
     worth one level for ``nodes_per_level`` nodes (0: ``depth``). At most ``beam`` nodes and half of the budget are
     expanded in a level (best-first growth, as in OPT-Tree, arXiv:2406.17276, and SpecExec, arXiv:2406.02532).
+
+    Where times are known, a level is drawn only if tokens come no slower by it (``pays``): a fast verifier whose steps
+    cost little more for many nodes would otherwise ask for more levels than it should wait for.
     """
 
     width: int
@@ -101,7 +106,10 @@ class BestFirst:
 
     def frontier(self, view: View) -> IndexArray:
         most = view.budget // self.nodes_per_level if self.nodes_per_level else self.depth
-        return self.likeliest(view, view.budget) if view.level < min(most, self.depth) else NONE
+        if view.level >= min(most, self.depth):
+            return NONE
+        nodes = self.likeliest(view, view.budget)
+        return nodes if pays(nodes, view) else NONE
 
     def likeliest(self, view: View, among: int) -> IndexArray:
         """The likeliest unexpanded nodes that are themselves among the best ``among``; none if they are unlikely."""
@@ -141,6 +149,19 @@ class ExpandRerank:
 
     def observe(self, ranks: Sequence[int]) -> None:
         return
+
+
+def pays(nodes: IndexArray, view: View) -> bool:
+    """Whether a level that expands ``nodes`` brings at least as many tokens in its time as the round does without it.
+
+    A level adds a token at most where the text goes through one of its nodes. The round's time is that of its levels so
+    far and of the verifier's turn.
+    """
+    if not view.level_ms or not view.turn_ms:
+        return True
+    written = np.exp(np.sort(view.reach)[-view.budget - 1 :]).sum()  # the anchor's own token among them
+    round_ms = view.turn_ms + view.level * view.level_ms
+    return bool(np.exp(view.reach[nodes]).sum() * round_ms >= written * view.level_ms)
 
 
 # By shape

@@ -48,6 +48,7 @@ class Drawing:
         self.tree = TokenTree.root(0)
         self.expanded: set[Path] = set()
         self.step_ms: tuple[tuple[int, float], ...] = ()
+        self.level_ms, self.turn_ms = 0.0, 0.0
 
     def log_chances(self, path: Path) -> list[float]:
         rnd = random.Random(f"{self.seed} {path}")
@@ -73,7 +74,9 @@ class Drawing:
         unexpanded = np.array([path not in self.expanded for path in self.paths()])
         unexpanded[0] = False
         reach, depth = tt.log_survival(self.tree), tt.depths(self.tree)
-        return View(self.tree, reach, depth, unexpanded, budget, room, level, self.step_ms)
+        return View(
+            self.tree, reach, depth, unexpanded, budget, room, level, self.step_ms, self.level_ms, self.turn_ms
+        )
 
     def round(self, budget: int, room: int = 99) -> set[Path]:
         """Paths sent, from the anchor on."""
@@ -106,6 +109,45 @@ class Drawing:
 def paths_of(shape: TokenTree) -> list[Path]:
     """Ranks on the path to each node, the anchor left out."""
     return [tuple(int(shape.token[n]) for n in tt.path(shape, k)) for k in range(1, shape.size)]
+
+
+# By likelihood
+
+
+@pytest.mark.parametrize("level_ms", [0.05, 1.0, 4.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_level_is_drawn_if_tokens_come_no_slower_by_it(seed: int, level_ms: float) -> None:
+    """Each level is weighed by hand: its nodes' reach in its time, against the tokens of the round in the round's."""
+    drawing = Drawing(BestFirst(width=4, beam=6, depth=8), seed)
+    drawing.level_ms, drawing.turn_ms = level_ms, 10.0
+    budget, levels = 16, 0
+    drawing.expand([0])
+    while len(nodes := drawing.topology.frontier(drawing.view(budget, 99, levels))):
+        _assert_worth(drawing, nodes, budget, levels, worth=True)
+        drawing.expand(nodes.tolist())
+        levels += 1
+    level_ms, drawing.level_ms = drawing.level_ms, 0.0
+    left_out = drawing.topology.frontier(drawing.view(budget, 99, levels))
+    drawing.level_ms = level_ms
+    if len(left_out):
+        _assert_worth(drawing, left_out, budget, levels, worth=False)
+
+
+def _assert_worth(drawing: Drawing, nodes: np.ndarray, budget: int, levels: int, *, worth: bool) -> None:
+    reach = sorted(map(math.exp, tt.log_survival(drawing.tree)), reverse=True)
+    tokens = sum(reach[: budget + 1])
+    adds = sum(math.exp(tt.log_survival(drawing.tree)[n]) for n in nodes)
+    assert (adds / drawing.level_ms >= tokens / (drawing.turn_ms + levels * drawing.level_ms)) == worth
+
+
+def test_the_dearer_a_level_the_fewer_are_drawn() -> None:
+    def levels(level_ms: float) -> int:
+        drawing = Drawing(BestFirst(width=4, beam=6, depth=8), seed=1)
+        drawing.level_ms, drawing.turn_ms = level_ms, 10.0
+        return len({len(path) for path in drawing.round(budget=32)})
+
+    drawn = [levels(level_ms) for level_ms in (0.01, 1.0, 3.0, 30.0)]
+    assert drawn == sorted(drawn, reverse=True) and drawn[0] > drawn[-1] >= 1
 
 
 # Shapes

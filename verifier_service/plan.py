@@ -324,7 +324,11 @@ class Planner:
             self._prefill_cost.observe(without_s, with_s, forward_s)
             prefill_s = forward_s * (1 - without_s / with_s)
         else:
-            self.times.observe(rows, forward_s, self._load, plain=rows == len(parts))
+            plain = rows == len(parts)
+            self.times.observe(rows, forward_s, self._load, plain=plain)
+            undisturbed = not self.gate.open or not any(part.session.drafts for part in parts)
+            if plain and undisturbed and since_last_s < HELD_UP * forward_s:
+                self.outlook.observe_plain_overhead(since_last_s - forward_s, self._load)
         if self._settings.width == "adaptive":
             prefilled = sum(not part.decodes and part.rows.logits_from < len(part.rows.token) for part in parts)
             self._judge(decoding, tokens - prefilled, since_last_s, forward_s, prefill_s)
@@ -353,7 +357,7 @@ class Planner:
     def _token_s(self) -> float:
         """Seconds that a token costs in plain decoding once all that read now decode, too."""
         everyone = self._decoding + self._prefilling
-        return self.times.plain(everyone, self._load) / everyone
+        return (self.times.plain(everyone, self._load) + self.outlook.plain_overhead_s(self._load)) / everyone
 
     def _record(
         self,
@@ -378,7 +382,7 @@ class Planner:
         token_s = self._token_s() * drift
         work_s = self._expected * self.outlook.truth * token_s + prefill_s
         plain_work_s = at.sessions * token_s + prefill_s
-        took = seconds / (plain_s * drift + prefill_s)
+        took = seconds / (plain_s * drift + self.outlook.plain_overhead_s(at.load) + prefill_s)
         decoding = at.sessions / (at.sessions + at.reading)
         self.gate.record(work_s / plain_work_s, took, predicted, at.load, weight=decoding)
 

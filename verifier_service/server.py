@@ -199,7 +199,8 @@ class VerifierServer:
             self._deliver(ended.session_id, ended)
         for session_id, error in outcome.failed:
             self._deliver(session_id, error)
-        self._count(outcome)
+        assert self._loop is not None
+        self._loop.call_soon(self._count, outcome)  # behind the streams, which have been woken
 
     def _deliver(self, session_id: str, event: Event) -> None:
         stream = self._streams.get(session_id)

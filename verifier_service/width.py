@@ -197,6 +197,7 @@ class Outlook:
     def __init__(self, most_nodes: int) -> None:
         self.overhead_s = 0.0  # what a step with drafts costs besides the forward, median of the last ones
         self._overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
+        self._plain_overheads: dict[int, deque[float]] = {}  # by load level
         self._written, self._expected = PRIOR_TOKENS, PRIOR_TOKENS  # tokens of the last few hundred steps with nodes
         self._gain = np.zeros(most_nodes + 1)  # by width: tokens that a session's nodes add to a step
         self._looks = 0
@@ -230,6 +231,17 @@ class Outlook:
         self._overheads.append(max(0.0, seconds))
         self.overhead_s = median(self._overheads)
 
+    def observe_plain_overhead(self, seconds: float, load: int) -> None:
+        self._plain_overheads.setdefault(load, deque(maxlen=OVERHEAD_STEPS)).append(max(0.0, seconds))
+
+    def plain_overhead_s(self, load: int) -> float:
+        """What a step without drafts costs besides the forward, at a load level: planning, answers.
+
+        On a GPU that is a good part of a step. Steps with drafts have it as well.
+        """
+        seen = _nearest(self._plain_overheads, load, None)
+        return median(seen) if seen else 0.0
+
     def advantage(self, at: Situation, times: StepTimes) -> float:
         """Work a second with drafts over that without, at the best width that the share allows.
 
@@ -240,10 +252,11 @@ class Outlook:
         """
         gain = self._gain[: at.share + 1]
         decode_s = times.at_start(at.sessions * (1 + np.arange(len(gain))))
-        everyone = at.sessions + at.reading
-        work = at.sessions * (1 + gain) * times.at_start(np.array([everyone])) / everyone + at.chunk_s
-        rate = work / (decode_s + at.chunk_s + self.overhead_s / times.slowness(at.load))
-        return float(rate.max() * (decode_s[0] + at.chunk_s) / work[0])
+        everyone, slowness, plain_s = at.sessions + at.reading, times.slowness(at.load), self.plain_overhead_s(at.load)
+        token_s = (times.at_start(np.array([everyone])) + plain_s / slowness) / everyone
+        work = at.sessions * (1 + gain) * token_s + at.chunk_s
+        rate = work / (decode_s + at.chunk_s + max(self.overhead_s, plain_s) / slowness)
+        return float(rate.max() * (decode_s[0] + at.chunk_s + plain_s / slowness) / work[0])
 
 
 @dataclass(slots=True)

@@ -54,6 +54,7 @@ IN_A_ROW = 4
 """Prompts that each client sends, one after the other."""
 READY_S = 240.0
 LARGE = "llama-8b"
+LARGE_CLIENTS = (1, 8)
 VOCAB = 49152
 DEVICE = os.environ.get("DRAFTWOOD_BENCH_DEVICE", "cuda")
 """Another device only to try the script itself."""
@@ -174,13 +175,13 @@ async def at_once(client: DraftwoodClient, clients: int, *, speculate: bool) -> 
     return {"tokens_per_s": tokens / (time.perf_counter() - began), "accepted": tokens / sum(a.steps for a in answers)}
 
 
-async def measure(client: DraftwoodClient) -> dict[str, Any]:
+async def measure(client: DraftwoodClient, counts: Sequence[int]) -> dict[str, Any]:
     """Speed with drafts and without, paired, by number of clients; medians of the pairs after the first two.
 
     Every other pair begins without drafts, so that a drift of the machine cancels.
     """
     out: dict[str, Any] = {}
-    for clients in CLIENTS:
+    for clients in counts:
         pairs = []
         for k in range(6):
             order = (True, False) if k % 2 == 0 else (False, True)
@@ -233,11 +234,11 @@ async def main() -> bool:
             against = reference if dtype == "float32" else got[dtype]["plain"]
             print(dtype, "differences:", flips(judge, codec, against, got[dtype]["drafts"]), flush=True)
             if dtype == "bfloat16":
-                speeds = await measure(client)
+                speeds = await measure(client, CLIENTS)
     with tempfile.TemporaryDirectory() as folder:
         save_large(Path(folder))
         async with services("bfloat16", logs, folder) as client:
-            got[LARGE], large_speeds = await answers(client), await measure(client)
+            got[LARGE], large_speeds = await answers(client), await measure(client, LARGE_CLIENTS)
     wide = {kind: flips(judge, codec, reference, got["float32"][kind]) for kind in ("drafts", "plain")}
     narrow = flips(judge, codec, got["bfloat16"]["plain"], got["bfloat16"]["drafts"])
     large = flips(judge, codec, got[LARGE]["plain"], got[LARGE]["drafts"])

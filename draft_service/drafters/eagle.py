@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import Key, RedrawnNumbering, SessionStart
-from draft_service.drafters.lm import LevelDrafter, LmSession, catch_up_rows, level_rows, wanted_nodes
+from draft_service.drafters.lm import Forwarded, LevelDrafter, LmSession, catch_up_rows, level_rows, wanted_nodes
 from draftwood.config import DraftSettings
 from draftwood.features import FeatureRequest, Features
 from draftwood.runtime.batch import Rows
@@ -119,12 +119,12 @@ class EagleDrafter(LevelDrafter):
         states = torch.stack([session.handed[p] for p in session.tree.parent[nodes].tolist()])
         return _with_states(level_rows(session, nodes), states)
 
-    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Tensor:
+    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Forwarded:
         logits = self._head.forward(parts)
         wanted = [(s, node) for s, part in zip(jobs, parts, strict=True) for node in wanted_nodes(s, part)]
         for (session, node), handed in zip(wanted, self._head.handed, strict=True):
             cast(EagleSession, session).handed[node] = handed
-        return logits
+        return Forwarded(logits)
 
 
 def _with_states(rows: Rows, states: Tensor) -> FeatureRows:

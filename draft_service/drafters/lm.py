@@ -12,9 +12,12 @@ Tokens are the target's ids everywhere but in the model's input and output, if i
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Protocol
 
 import numpy as np
@@ -52,8 +55,22 @@ MOST_TAIL_TOKENS = 256
 
 MOST_NODES = 4 * MOST_TAIL_TOKENS
 
+LEVELS_TIMED = 9
+"""Last levels whose median is the time of one."""
+
+TURN_WEIGHT = 0.3
+"""Of one round in the usual time from a tree to its commit."""
+
 WARM_UP_LINK = -1
 """Stands for the verifier of made-up sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a level's forward yields, of the wanted rows."""
+
+    logits: Tensor | None = None  # None: the children have been picked
+    children: tuple[Tensor, Tensor] | None = None  # tokens, log-probabilities, [rows, width]
 
 
 class DraftRuntime(Protocol):
@@ -92,6 +109,8 @@ class LmSession:
     levels: int = 0  # forwards of this round
     complete: bool = False
     given_up: bool = False  # there is no room to go on in this round
+    sent_s: float | None = None  # clock time at which this round was complete
+    turn_ms: float = 0.0  # from then to the commit, lately; 0: not known
     outgrown: bool = False  # its text leaves no room for a node: nothing is drawn for it any more
     drawing: Drawing = field(init=False)
 
@@ -110,6 +129,13 @@ class LmSession:
         """Starts over: a tree of the last committed token alone."""
         anchor = self.tokens[-1] if self.tokens else self.start.tokens[-1]
         self.plant(TokenTree.root(anchor), np.zeros(0, np.int64), np.zeros((0, 0), np.bool_))
+
+    def answered(self, now: float) -> None:
+        """The verifier's commit is there, at that clock time."""
+        if self.sent_s is not None:
+            turn_ms = 1e3 * (now - self.sent_s)
+            self.turn_ms += (TURN_WEIGHT if self.turn_ms else 1.0) * (turn_ms - self.turn_ms)
+        self.sent_s = None
 
     def extend(self, parent: np.ndarray, token: np.ndarray, score: np.ndarray) -> None:
         """Adds children of nodes that had none."""
@@ -191,6 +217,7 @@ class LevelDrafter(ABC):
         self._noise = GumbelCache(self._token_count, runtime.device, 128, tokens=kept)
         self._first_children = top_children_triton if runtime.device.type == "cuda" else first_children
         self._sessions: dict[Key, LmSession] = {}
+        self._levels_s: deque[float] = deque(maxlen=LEVELS_TIMED)
 
     @abstractmethod
     def _begin(self, start: SessionStart) -> LmSession:
@@ -201,8 +228,8 @@ class LevelDrafter(ABC):
         """Adds committed tokens to the text, and keeps of tree and cache what holds for the new anchor."""
 
     @abstractmethod
-    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Tensor:
-        """Logits of the wanted rows of each session's part."""
+    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Forwarded:
+        """Of the wanted rows of each session's part."""
 
     def feed(self, key: Key, first: int, features: Features) -> None:
         """See ``Drafter``."""
@@ -259,6 +286,7 @@ class LevelDrafter(ABC):
         if session is None:
             return
         committed.check_follows(session.length)
+        session.answered(time.perf_counter())
         self._follow(session, committed.tokens)
         session.epoch, session.budget = committed.epoch, committed.budget
         session.step_ms, session.drawing = committed.step_ms, committed.drawing
@@ -289,10 +317,14 @@ class LevelDrafter(ABC):
         """One level for all sessions whose round is open; while none is, one level ahead for those that wait."""
         busy = {key: s for key, s in self._sessions.items() if self._busy(s)}
         opened = {key: s for key, s in busy.items() if not s.complete}
+        began, is_level = time.perf_counter(), not any(s.pending for s in opened.values())
         self._expand(list((opened or busy).values()))
-        out = []
+        now, out = time.perf_counter(), []
+        if opened and is_level:
+            self._levels_s.append(now - began)
         for key, session in opened.items():
             if self._is_done(session):
+                session.sent_s = now
                 session.complete, session.levels = True, max(session.levels, self._settings.depth)
                 session.frontier = None
                 out.append((key, self._pack(session, key[1])))
@@ -331,9 +363,12 @@ class LevelDrafter(ABC):
         unexpanded[0] = False
         budget = min(session.budget, session.start.max_nodes)
         room = min(session.drawing.room(session.start.max_depth), self._context_room(session))
+        level_ms = 1e3 * median(self._levels_s) if self._levels_s else 0.0
+        turn_ms = session.turn_ms if session.step_ms else 0.0  # a verifier that tells no times wants all nodes
         return View(
-            session.tree, session.reach, session.depth, unexpanded, budget, room, session.levels, session.step_ms
-        )
+            session.tree, session.reach, session.depth, unexpanded, budget, room, session.levels, session.step_ms,
+            level_ms, turn_ms,
+        )  # fmt: skip
 
     def _context_room(self, session: LmSession) -> int:
         limit = min(self._runtime.max_context_tokens, session.start.max_context_tokens)
@@ -349,9 +384,13 @@ class LevelDrafter(ABC):
                 left -= len(rows.token)
         if not parts:
             return
-        logits = self._forward(jobs, parts)
+        found = self._forward(jobs, parts)
         parents = [wanted_nodes(session, part) for session, part in zip(jobs, parts, strict=True)]
-        children = self._children(logits, jobs, parents)
+        if found.children:
+            children = self._split(found.children, [len(p) for p in parents])
+        else:
+            assert found.logits is not None
+            children = self._children(found.logits, jobs, parents)
         for session, part, above, below in zip(jobs, parts, parents, children, strict=True):
             if session.pending:
                 session.cached += len(part.token)
@@ -380,12 +419,16 @@ class LevelDrafter(ABC):
                     rows, rule, positions, self._noise, self._topology.width,
                     vocab_size=size, first=self._first_children,
                 )  # fmt: skip
-                ends = np.cumsum([len(parents[k]) for k in members])[:-1]
-                below, likely = (column.cpu().numpy() for column in found)
-                tokens, scores = np.split(self._in_target_tokens(below), ends), np.split(likely, ends)
-                for k, token, score in zip(members, tokens, scores, strict=True):
-                    out[k] = (token, score, [])
+                pieces_of = self._split(found, [len(parents[k]) for k in members])
+                for k, piece in zip(members, pieces_of, strict=True):
+                    out[k] = piece
         return out
+
+    def _split(self, found: tuple[Tensor, Tensor], counts: list[int]) -> list[Children]:
+        """Tokens and scores of all parents, by session; waits for the device."""
+        tokens, scores = (column.cpu().numpy() for column in found)
+        tokens, ends = self._in_target_tokens(tokens), np.cumsum(counts)[:-1]
+        return [(token, score, []) for token, score in zip(np.split(tokens, ends), np.split(scores, ends), strict=True)]
 
     def _sample(self, session: LmSession, logits: Tensor) -> Children:
         """Children for the rejection rule; their scores are those of their ranks, so that a cut is one by structure."""
@@ -472,6 +515,11 @@ class LmDrafter(LevelDrafter):
         super().__init__(runtime, settings, model, vocabulary, topology, random)
         self._model_runtime = runtime
 
+    def capture(self) -> None:
+        """Captures the forwards, with children picked and without, before they are wanted."""
+        self._model_runtime.capture(self._own_size(self._token_count), self._topology.width)
+        self._model_runtime.capture()
+
     def _begin(self, start: SessionStart) -> LmSession:
         return LmSession(start, list(start.tokens), start.epoch, start.budget)
 
@@ -499,8 +547,13 @@ class LmDrafter(LevelDrafter):
             session.drawn = {int(index[n]): q for n, q in session.drawn.items() if index[n] >= 0}
         session.numbering.restart(index)
 
-    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Tensor:
-        return self._runtime.forward([self._in_own_tokens(part) for part in parts])
+    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Forwarded:
+        own = [self._in_own_tokens(part) for part in parts]
+        sizes = {self._own_size(session.start.vocab_size) for session in jobs}
+        greedy = all(session.rule.greedy and not session.sampled for session in jobs)
+        if greedy and len(sizes) == 1 and self._settings.greedy_temperature == 1:
+            return Forwarded(children=self._model_runtime.children(own, sizes.pop(), self._topology.width))
+        return Forwarded(self._runtime.forward(own))
 
     def _in_own_tokens(self, part: Rows) -> Rows:
         return replace(part, token=self._reduced.to_draft(part.token)) if self._reduced else part

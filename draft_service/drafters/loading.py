@@ -33,10 +33,10 @@ def load_lm_drafter(settings: DraftSettings) -> LmDrafter:
     device = resolve_device(settings.device)
     model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
     runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
-    runtime.capture()
     size = runtime.reduced.target_size if runtime.reduced else runtime.vocab_size
     vocabulary = TextCodec(tokenizer).vocabulary(size)
     drafter = LmDrafter(runtime, settings, DRAFT_NAME if demo else Path(settings.model).name, vocabulary)
+    drafter.capture()
     drafter.warm_up()
     return drafter
 

@@ -45,12 +45,21 @@ class Computed:
     """What one forward computes, padding rows included. Of a graph: valid until the next forward."""
 
     logits: Tensor  # [wanted, vocab_size]
-    tokens: Tensor | None = None  # int64 [wanted], -1 where the logits were not finite; None: none are chosen
-    logprob: Tensor | None = None  # float32 [wanted]
+    tokens: Tensor | None = None  # int64 [wanted], or children [wanted, branch]; -1: none; None: none are wanted
+    logprob: Tensor | None = None  # float32, as the tokens
 
 
-Compute = Callable[[Forward, int], Computed]
-"""A forward, and the choice of tokens among so many real ones; 0: none are chosen."""
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """What is picked from the logits behind a forward."""
+
+    vocab_size: int = 0  # among so many tokens, the model's real ones; 0: nothing
+    branch: int = 0  # the likeliest so many of each row (``draftwood.kernels.children``); 0: a token by the row's rule
+
+
+NOTHING = Picks()
+
+Compute = Callable[[Forward, Picks], Computed]
 
 
 class Staging:
@@ -102,7 +111,7 @@ class StepGraphs:
         """The graph of the last forward, to measure."""
         self._staging = Staging(Shape(ROWS[-1], REQUESTS[-1], WORDS[-1], columns, ROWS[-1]).ints, device)
         self._views: dict[Shape, _Views] = {}
-        self._graphs: dict[tuple[Shape, int], tuple[torch.cuda.CUDAGraph, Computed]] = {}
+        self._graphs: dict[tuple[Shape, Picks], tuple[torch.cuda.CUDAGraph, Computed]] = {}
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -110,14 +119,14 @@ class StepGraphs:
         """The bucket of a forward; None if it fits none."""
         return bucket_of(exact, self._columns) if self._works else None
 
-    def run(self, bucket: Shape, ragged: Ragged, rules: Sequence[SamplingParams], vocab_size: int) -> Computed | None:
+    def run(self, bucket: Shape, ragged: Ragged, rules: Sequence[SamplingParams], picks: Picks) -> Computed | None:
         """Replays the bucket's graph on new contents, without waiting for it; None if it cannot be captured."""
         with torch.cuda.device(self._device):
             side = self._staging.take()
             views = self._views.get(bucket) or self._view(bucket)
             ragged.write(views.host[side], self._scratch_page, rules)
             self._staging.upload(side, ragged.used_ints(bucket))
-            captured = self._graphs.get((bucket, vocab_size)) or self._capture(bucket, views.device, vocab_size)
+            captured = self._graphs.get((bucket, picks)) or self._capture(bucket, views.device, picks)
             if captured is None:
                 return None
             self.last, computed = captured
@@ -134,15 +143,13 @@ class StepGraphs:
         views = self._views[bucket] = _Views((first, second), forward_tensors(self._staging.device, bucket))
         return views
 
-    def _capture(
-        self, bucket: Shape, forward: Forward, vocab_size: int
-    ) -> tuple[torch.cuda.CUDAGraph, Computed] | None:
+    def _capture(self, bucket: Shape, forward: Forward, picks: Picks) -> tuple[torch.cuda.CUDAGraph, Computed] | None:
         """Warms up on the contents at hand, which a forward may compute any number of times, and captures."""
         stream, graph, current = self._stream, torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                self._compute(forward, vocab_size)
+                self._compute(forward, picks)
         current.wait_stream(stream)
         try:
             # A capture that fails leaves its stream the current one: the outer context puts that right.
@@ -150,7 +157,7 @@ class StepGraphs:
                 torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
             ):
-                computed = self._compute(forward, vocab_size)
+                computed = self._compute(forward, picks)
         except RuntimeError as error:
             log.warning("the model's forward cannot be captured in a CUDA graph and runs without", error=str(error))
             self._works = False
@@ -158,7 +165,7 @@ class StepGraphs:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
             return None
-        captured = self._graphs[bucket, vocab_size] = (graph, computed)
+        captured = self._graphs[bucket, picks] = (graph, computed)
         return captured
 
 

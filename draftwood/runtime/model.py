@@ -18,14 +18,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftwood.errors import FailedPrecondition, InvalidArgument, NotFound
 from draftwood.features import FINAL, Features
+from draftwood.kernels.children import top_children_triton
 from draftwood.kernels.commit import commit_kv
 from draftwood.kernels.sampling import choose_tokens
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Forward, Padding, Ragged, Rows, assemble
 from draftwood.runtime.decoder import ATTENTION, FeatureStore, HfDecoder, make_decoder
-from draftwood.runtime.graphs import COMMON, Computed, StepGraphs
+from draftwood.runtime.graphs import COMMON, NOTHING, Computed, Picks, StepGraphs
 from draftwood.runtime.pages import PagePool
 from draftwood.runtime.reduced import ReducedVocabulary
+from draftwood.sampling import first_children
 
 
 def resolve_device(name: str) -> torch.device:
@@ -164,19 +166,32 @@ class ModelRuntime:
         """
         ragged = Ragged(parts, self.pool.page_tokens)
         wanted = len(ragged.wanted)
-        computed = self._run(ragged, rules, vocab_size)
+        computed = self._run(ragged, rules, Picks(vocab_size))
         assert computed.tokens is not None and computed.logprob is not None
         return Chosen(computed.tokens[:wanted].cpu().numpy(), computed.logprob[:wanted], computed.logits[:wanted])
 
-    def capture(self, vocab_size: int = 0, sizes: Iterable[tuple[int, int]] = COMMON) -> None:
+    def children(self, parts: Sequence[Rows], vocab_size: int, branch: int) -> tuple[Tensor, Tensor]:
+        """As ``forward``, and picks the likeliest tokens of each wanted row among the first ``vocab_size``.
+
+        Tokens int64 and log-probabilities float32, [wanted, branch], as ``draftwood.kernels.children`` gives them. They
+        are valid until the next forward.
+        """
+        ragged = Ragged(parts, self.pool.page_tokens)
+        wanted = len(ragged.wanted)
+        computed = self._run(ragged, picks=Picks(vocab_size, branch))
+        assert computed.tokens is not None and computed.logprob is not None
+        return computed.tokens[:wanted], computed.logprob[:wanted]
+
+    def capture(self, vocab_size: int = 0, branch: int = 0, sizes: Iterable[tuple[int, int]] = COMMON) -> None:
         """Captures graphs for forwards of (rows, requests), and compiles ``move``, before they are wanted.
 
-        ``vocab_size`` as for ``choose``; 0: for ``forward``. The forwards run on the scratch page.
+        With ``vocab_size`` for ``choose``, with ``branch`` besides for ``children``, with neither for ``forward``. The
+        forwards run on the scratch page.
         """
         for rows, requests in sizes if self.graphs else ():
             ends = np.arange(requests + 1) * rows // requests
             parts = [self._dummy(int(n)) for n in np.diff(ends)]
-            self._run(Ragged(parts, self.pool.page_tokens), [SamplingParams()] * requests, vocab_size)
+            self._run(Ragged(parts, self.pool.page_tokens), [SamplingParams()] * requests, Picks(vocab_size, branch))
         self.move([([self.padding.page_id], [0], [0])])
 
     def _dummy(self, rows: int) -> Rows:
@@ -185,21 +200,24 @@ class ModelRuntime:
         return Rows(pages, 0, np.zeros(rows, np.int32), at, np.tri(rows, dtype=np.bool_))
 
     @torch.inference_mode()
-    def _run(self, ragged: Ragged, rules: Sequence[SamplingParams] = (), vocab_size: int = 0) -> Computed:
+    def _run(self, ragged: Ragged, rules: Sequence[SamplingParams] = (), picks: Picks = NOTHING) -> Computed:
         """By a graph if there is one for it."""
         if self.graphs and (bucket := self.graphs.bucket(ragged.shape())):
-            computed = self.graphs.run(bucket, ragged, rules, vocab_size)
+            computed = self.graphs.run(bucket, ragged, rules, picks)
             if computed is not None:
                 return computed
-        return self._compute(assemble(ragged, self.device, self.padding, rules), vocab_size)
+        return self._compute(assemble(ragged, self.device, self.padding, rules), picks)
 
-    def _compute(self, forward: Forward, vocab_size: int) -> Computed:
+    def _compute(self, forward: Forward, picks: Picks) -> Computed:
         logits = self.decoder(forward.input_ids, forward.attention, self.cache, forward.logits_rows, self.features)
-        if not vocab_size:
+        if not picks.vocab_size:
             return Computed(logits)
+        if picks.branch:
+            top = top_children_triton if logits.is_cuda else first_children
+            return Computed(logits, *top(logits[:, : picks.vocab_size], picks.branch))
         choice = forward.choice
         heat = choice.temperature.to(torch.promote_types(logits.dtype, torch.float32))
-        return Computed(logits, *choose_tokens(logits, heat, choice.seed, choice.position, vocab_size))
+        return Computed(logits, *choose_tokens(logits, heat, choice.seed, choice.position, picks.vocab_size))
 
     @torch.inference_mode()
     def read_features(self, spans: Sequence[tuple[Sequence[int], int, int]]) -> list[Features]:

@@ -352,8 +352,8 @@ def test_small_budgets_cost_few_forwards(
     runtime: ModelRuntime, oracle: Oracle, budget: int, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    forward = runtime.forward
-    monkeypatch.setattr(runtime, "forward", lambda *parts: (seen.append(parts), forward(*parts))[1])
+    children = runtime.children
+    monkeypatch.setattr(runtime, "children", lambda *args: (seen.append(args), children(*args))[1])
     drafter = make_drafter(runtime, min_level_survival=0, nodes_per_level=3)
     verifier = Verifier(drafter, oracle, [7, 8], GREEDY, budget)
     verifier.open()

@@ -10,6 +10,7 @@ import torch
 from forwards import VOCAB, random_parts
 from torch import Tensor
 
+from draftwood.kernels.children import top_children_reference
 from draftwood.kernels.tree_attention import AttentionBatch
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Ragged, Rows
@@ -126,6 +127,17 @@ def test_a_chosen_token_is_the_rules() -> None:
             first += n
         again = captured.choose(parts, rules, VOCAB - 6)
         assert again.tokens.tolist() == chosen.tokens.tolist() and max(again.tokens.tolist(), default=0) < VOCAB - 6
+
+
+def test_children_picked_in_the_graph_are_those_of_its_logits() -> None:
+    captured = runtime(CONFIG, graphs=True)
+    fill(captured)
+    for parts in forwards(6, 9):
+        tokens, scores = (x.clone() for x in captured.children(parts, VOCAB - 6, 4))
+        logits = captured.forward(parts)
+        want_tokens, want_scores = top_children_reference(logits[:, : VOCAB - 6], 4)
+        assert torch.equal(tokens, want_tokens)
+        torch.testing.assert_close(scores, want_scores, rtol=1e-4, atol=1e-4)
 
 
 def test_graphs_captured_ahead_leave_the_pages_alone() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from forwards import VOCAB, random_parts
 
+from draftwood.kernels.children import top_children_reference
 from draftwood.noise import GumbelCache
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Rows
@@ -54,6 +55,16 @@ def test_a_forward_that_wants_nothing_chooses_nothing(runtime: ModelRuntime) -> 
     at = np.arange(5, dtype=np.int32)
     part = Rows([0], 0, at, at, np.tri(5, dtype=np.bool_), logits_from=5)
     assert runtime.choose([part], [SamplingParams()], VOCAB).tokens.tolist() == []
+    assert all(found.shape == (0, 4) for found in runtime.children([part], VOCAB, 4))
+
+
+def test_children_are_the_likeliest_tokens_of_the_wanted_rows(runtime: ModelRuntime) -> None:
+    rng = np.random.default_rng(2)
+    parts = [replace(part, logits_from=min(k, 1)) for k, part in enumerate(random_parts(rng, 5, PAGE, 7, 40))]
+    tokens, scores = runtime.children(parts, VOCAB - 3, 4)
+    want_tokens, want_scores = top_children_reference(runtime.forward(parts)[:, : VOCAB - 3], 4)
+    assert torch.equal(tokens, want_tokens)
+    torch.testing.assert_close(scores, want_scores)
 
 
 def test_moves_go_where_the_pages_say(runtime: ModelRuntime) -> None:

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from planning import decoding, make_planner, step
 
 from verifier_service.width import DWELL_STEPS, TRIAL_SHARE, Outlook, Situation, SpeculationGate, StepTimes
 
@@ -158,6 +159,31 @@ def test_one_step_that_is_held_up_does_not_change_what_drafts_are_taken_to_cost(
     for seconds in (0.4, *[0.006] * 5, 0.3, 0.006):
         outlook.observe_overhead(seconds)
     assert outlook.overhead_s == pytest.approx(0.006)
+
+
+def test_what_plain_steps_cost_besides_the_forward_is_not_held_against_drafts() -> None:
+    """A GPU's forward of 4 ms, 1 ms of planning and answers in every step, 2 ms of waiting for drafts more."""
+    outlook, times = Outlook(8), StepTimes([1, 128], [0.004, 0.004])
+    outlook.observe([np.log([0.6])])
+    outlook.observe_overhead(0.003)
+    situation = Situation(sessions=1, load=1, share=8)
+    assert outlook.advantage(situation, times) == pytest.approx(1.6 * 4 / 7)
+    outlook.observe_plain_overhead(0.001, load=1)
+    assert outlook.advantage(situation, times) == pytest.approx(1.6 * 5 / 7)
+    outlook.observe_plain_overhead(0.02, load=4)  # with many sessions answers take longer, drafts or not
+    assert outlook.advantage(Situation(sessions=8, load=4, share=8), times) == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_the_overhead_of_plain_steps_is_learnt_where_none_waits_for_drafts(drafts: bool) -> None:
+    planner = make_planner(StepTimes([1, 128], [0.004, 0.004]))
+    session = decoding("a")
+    if not drafts:
+        session.drafts.clear()
+    for k in range(4):
+        parts = step(planner, [session], now=0.006 * k)
+        planner.finished(parts, 1, 1, forward_s=0.004, began=0.006 * k + 0.001, now=0.006 * (k + 1))
+    assert planner.outlook.plain_overhead_s(1) == pytest.approx(0.0 if drafts else 0.002)
 
 
 def test_the_advantage_is_predicted_no_wider_than_the_share_of_a_session() -> None:
