@@ -74,9 +74,7 @@ class Drawing:
         unexpanded = np.array([path not in self.expanded for path in self.paths()])
         unexpanded[0] = False
         reach, depth = tt.log_survival(self.tree), tt.depths(self.tree)
-        return View(
-            self.tree, reach, depth, unexpanded, budget, room, level, self.step_ms, self.level_ms, self.turn_ms
-        )
+        return View(self.tree, reach, depth, unexpanded, budget, room, level, self.step_ms, self.level_ms, self.turn_ms)
 
     def round(self, budget: int, room: int = 99) -> set[Path]:
         """Paths sent, from the anchor on."""
