@@ -10,6 +10,7 @@ a step of such a model costs. All processes share the GPU.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import gc
@@ -55,6 +56,8 @@ IN_A_ROW = 4
 READY_S = 240.0
 LARGE = "llama-8b"
 LARGE_CLIENTS = (1, 8)
+AHEAD = ("--lookahead_levels", "6")
+"""A level on a GPU is short beside the verifier's step."""
 VOCAB = 49152
 DEVICE = os.environ.get("DRAFTWOOD_BENCH_DEVICE", "cuda")
 """Another device only to try the script itself."""
@@ -116,7 +119,7 @@ async def services(dtype: str, logs: Path, target: str = "demo") -> AsyncIterato
     options = ["--device", DEVICE, "--dtype", dtype, "--kv_pages", "1024", "--model", target]
     commands = [
         ["verifier_service", "--listen", at[0], *options],
-        ["draft_service", "--listen", at[1], "--kind", "lm", "--device", DEVICE, "--kv_pages", "1024"],
+        ["draft_service", "--listen", at[1], "--kind", "lm", "--device", DEVICE, "--kv_pages", "1024", *AHEAD],
         ["draft_service", "--listen", at[2], "--kind", "ngram"],
         ["router", "--listen", at[3], "--verifier", at[0], "--draft", at[1], "--draft", at[2]],
     ]
@@ -220,6 +223,9 @@ def save_large(folder: Path) -> None:
 
 
 async def main() -> bool:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, help="of SmolLM2 in its own shape")
+    chosen = parser.parse_args()
     logs = Path(os.environ.get("OUT", ROOT / "build")) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     codec = TextCodec(str(demo_target()))
@@ -234,7 +240,7 @@ async def main() -> bool:
             against = reference if dtype == "float32" else got[dtype]["plain"]
             print(dtype, "differences:", flips(judge, codec, against, got[dtype]["drafts"]), flush=True)
             if dtype == "bfloat16":
-                speeds = await measure(client, CLIENTS)
+                speeds = await measure(client, chosen.clients)
     with tempfile.TemporaryDirectory() as folder:
         save_large(Path(folder))
         async with services("bfloat16", logs, folder) as client:
