@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,6 +361,28 @@ def test_small_budgets_cost_few_forwards(
     verifier.open()
     work_until_done(drafter, [verifier], idle=False)
     assert (verifier.seen, len(seen)) == (budget, forwards)
+    drafter.close(KEY)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_once_times_are_known_a_level_must_be_worth_its_own(
+    runtime: ModelRuntime, oracle: Oracle, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock in which a level takes as long as the verifier's turn; one that tells no times wants all levels."""
+    ticks = itertools.count()
+    monkeypatch.setattr("draft_service.drafters.lm.time", SimpleNamespace(perf_counter=lambda: 0.01 * next(ticks)))
+    drafter = make_drafter(runtime, min_level_survival=0, nodes_per_level=0, lookahead_levels=0, depth=4)
+    verifier, step_ms = Verifier(drafter, oracle, [7, 8], GREEDY), ((1, 10.0), (8, 11.0)) if told else ()
+    verifier.open(step_ms=step_ms)
+    deepest = []
+    for epoch in range(1, 4):
+        work_until_done(drafter, [verifier], idle=False)
+        deepest.append(max(len(path) for path in verifier.live()))
+        verifier.tokens += [9 + epoch, 9]
+        verifier.epoch = epoch
+        drafter.commit(KEY, SessionCommitted(epoch, len(verifier.tokens), (9 + epoch, 9), 10, step_ms))
+    assert deepest[0] > 2, "nothing is known in the first round"
+    assert (max(deepest[1:]) == 1) if told else (min(deepest[1:]) > 1)
     drafter.close(KEY)
 
 
