@@ -23,7 +23,7 @@ from draftwood.runtime.batch import (
     forward_tensors,
     host_arrays,
 )
-from draftwood.runtime.graphs import REQUESTS, ROWS, WORDS, Computed, bucket_of
+from draftwood.runtime.graphs import REQUESTS, ROWS, WORDS, Computed, Picks, bucket_of
 from draftwood.runtime.model import ModelRuntime, random_model
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def by_bucket(runtime: ModelRuntime, parts: list[Rows], rules: list[SamplingPara
     used = ragged.used_ints(bucket)
     there[:used] = host[:used]
     with torch.inference_mode():
-        computed = runtime._compute(forward_tensors(torch.from_numpy(there), bucket), VOCAB - 3)
+        computed = runtime._compute(forward_tensors(torch.from_numpy(there), bucket), Picks(VOCAB - 3))
     assert len(computed.logits) == bucket.wanted
     return computed
 
