@@ -177,6 +177,16 @@ def slow_down(verifier: VerifierServer, step_s: float) -> None:
     runtime.forward = slowly  # type: ignore[method-assign]
 
 
+Forward = Callable[..., Any]
+
+
+def wrap_forwards(draft: DraftServer, wrapper: Callable[[Forward], Forward]) -> None:
+    """Has a draft's model compute by what ``wrapper`` makes of its forwards: with children picked, and without."""
+    runtime = draft.loaded.core.drafter._runtime  # type: ignore[attr-defined]
+    for name in ("forward", "children"):
+        setattr(runtime, name, wrapper(getattr(runtime, name)))
+
+
 def sessions_of(draft: DraftServer) -> int:
     return draft.loaded.core.sessions
 

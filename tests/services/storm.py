@@ -18,7 +18,7 @@ from draft_service.server import DraftServer
 from draftwood.client import Chunk, DraftwoodClient
 from router.registry import Health
 from router.server import RouterServer
-from tests.services.stack import Stack, engine_of, sessions_of, slow_down, until
+from tests.services.stack import Forward, Stack, engine_of, sessions_of, slow_down, until, wrap_forwards
 from verifier_service.engine import Engine
 from verifier_service.server import VerifierServer
 
@@ -204,14 +204,15 @@ async def storm(stack: Stack, *, slow_draft: bool) -> Storm:
 
 def slow_rounds(draft: DraftServer) -> None:
     """The drafter's forward takes ROUND_S longer."""
-    runtime = draft.loaded.core.drafter._runtime  # type: ignore[attr-defined]
-    forward = runtime.forward
 
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(ROUND_S)
-        return forward(*arguments)
+    def slowly(forward: Forward) -> Forward:
+        def run(*arguments: Any) -> Any:
+            time.sleep(ROUND_S)
+            return forward(*arguments)
 
-    runtime.forward = slowly
+        return run
+
+    wrap_forwards(draft, slowly)
 
 
 def pages_held(draft: DraftServer) -> int:

@@ -23,6 +23,7 @@ from draftwood.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2
 from tests.services.stack import (
     EXACT,
     Cluster,
+    Forward,
     Stack,
     Text,
     attach_request,
@@ -36,6 +37,7 @@ from tests.services.stack import (
     until,
     verifier_request,
     verifier_stub,
+    wrap_forwards,
 )
 from tests.services.wire import HandDraft, ScriptedVerifier
 from verifier_service.server import VerifierServer
@@ -394,16 +396,19 @@ async def test_failing_drafter_gives_its_sessions_up_and_the_text_goes_on(stack:
     slow_down(cluster.verifier, 0.003)
     want = await cluster.plain("one two", max_tokens=60, **GREEDY)
     drafter: Any = cluster.drafts[0].loaded.core.drafter
-    forward, calls = drafter._runtime.forward, 0
+    calls = 0
 
-    def failing(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 9 == 0:
-            raise RuntimeError("broken")
-        return forward(*arguments)
+    def failing(forward: Forward) -> Forward:
+        def run(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls % 9 == 0:
+                raise RuntimeError("broken")
+            return forward(*arguments)
 
-    drafter._runtime.forward = failing
+        return run
+
+    wrap_forwards(cluster.drafts[0], failing)
     for _ in range(3):
         assert (await cluster.speculative("one two", max_tokens=60, **GREEDY)).tokens == want
     assert calls >= 9
