@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scripted import VOCAB
 
@@ -10,6 +12,7 @@ from draft_service.drafter import SessionCommitted, SessionStart
 from draft_service.drafters.lm import LmDrafter
 from draftwood.config import DraftSettings
 from draftwood.parameters import SamplingParams
+from draftwood.runtime.batch import Rows
 from draftwood.runtime.model import ModelRuntime
 from draftwood.vocabulary import Vocabulary
 from verifier_service.engine import Engine, Outcome
@@ -20,6 +23,20 @@ def lm_drafter(runtime: ModelRuntime, **settings: object) -> LmDrafter:
     chosen = DraftSettings(page_tokens=runtime.pool.page_tokens, **settings)  # type: ignore[arg-type]
     vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
     return LmDrafter(runtime, chosen, "tiny", vocabulary)
+
+
+def note_forwards(runtime: ModelRuntime, note: Callable[[Sequence[Rows]], None]) -> None:
+    """Calls ``note`` with the parts of every forward of a draft's model: with children picked, and without."""
+
+    def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(parts: Sequence[Rows], *rest: Any) -> Any:
+            note(parts)
+            return forward(parts, *rest)
+
+        return run
+
+    for name in ("forward", "children"):
+        setattr(runtime, name, noted(getattr(runtime, name)))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lm_draft import LmDraft, lm_drafter
+from lm_draft import LmDraft, lm_drafter, note_forwards
 from scripted import VOCAB as MODEL_VOCAB
 from scripted import ScriptedDraft, make_engine, plain_decode, request, run, tiny_model
 from table_runtime import CANARY, TableRuntime, oracle, table_engine
@@ -546,14 +546,12 @@ def test_bug_12_a_draft_that_is_the_target_is_taken_whole_every_time(length: int
     settings: dict[str, Any] = {"depth": 3, "beam": 1, "branch": 1, "min_level_survival": 0, "nodes_per_level": 0}
     drafter = lm_drafter(runtime, max_step_tokens=CHUNK, lookahead_levels=0, **settings)
     draft, caught_up = LmDraft(drafter), list[int]()
-    forward = runtime.forward
 
-    def noting(parts: Any) -> torch.Tensor:
+    def note(_: Any) -> None:
         session = drafter._sessions[0, 1]
         caught_up.extend([session.pending] if session.pending else [])
-        return forward(parts)
 
-    runtime.forward = noting  # type: ignore[method-assign]
+    note_forwards(runtime, note)
     engine.open_link(0, "itself")
     engine.submit(request("s", prompt, 61, rule))
     draft.join(engine, "s", 1)
@@ -800,13 +798,8 @@ def test_bug_37_a_draft_catches_up_before_it_draws_again() -> None:
     engine.submit(request("s", prompt, 120, GREEDY))
     draft.join(engine, "s", 1)
     session, got = engine.sessions["s"], list[int]()
-    forward, computed = runtime.forward, list[int]()
-
-    def counting(parts: Any) -> torch.Tensor:
-        computed.append(sum(len(part.token) for part in parts))
-        return forward(parts)
-
-    runtime.forward = counting  # type: ignore[method-assign]
+    computed: list[int] = []
+    note_forwards(runtime, lambda parts: computed.append(sum(len(part.token) for part in parts)))
 
     def serve_until(tokens: int) -> None:
         while engine.sessions and len(got) < tokens:
