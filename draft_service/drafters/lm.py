@@ -31,14 +31,13 @@ from draftwood.acceptance import sample_children, sibling_score
 from draftwood.config import DraftSettings
 from draftwood.errors import ResourceExhausted
 from draftwood.features import FeatureRequest, Features
-from draftwood.kernels.children import top_children_triton
 from draftwood.noise import GumbelCache
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
-from draftwood.runtime.model import ModelRuntime
+from draftwood.runtime.model import ModelRuntime, top_children
 from draftwood.runtime.pages import PagePool
 from draftwood.runtime.reduced import ReducedVocabulary
-from draftwood.sampling import draft_children, first_children
+from draftwood.sampling import draft_children
 from draftwood.telemetry import METRICS
 from draftwood.topology import Fixed, Topology, View, chain
 from draftwood.tree import Proposal, TokenTree
@@ -215,7 +214,6 @@ class LevelDrafter(ABC):
         size = self._own_size(self._token_count)
         kept = torch.from_numpy(self._reduced.target_ids[:size]) if self._reduced else None
         self._noise = GumbelCache(self._token_count, runtime.device, 128, tokens=kept)
-        self._first_children = top_children_triton if runtime.device.type == "cuda" else first_children
         self._sessions: dict[Key, LmSession] = {}
         self._levels_s: deque[float] = deque(maxlen=LEVELS_TIMED)
 
@@ -417,11 +415,10 @@ class LevelDrafter(ABC):
             if positions:
                 found = draft_children(
                     rows, rule, positions, self._noise, self._topology.width,
-                    vocab_size=size, first=self._first_children,
+                    vocab_size=size, first=top_children,
                 )  # fmt: skip
-                pieces_of = self._split(found, [len(parents[k]) for k in members])
-                for k, piece in zip(members, pieces_of, strict=True):
-                    out[k] = piece
+                for k, own in zip(members, self._split(found, [len(parents[k]) for k in members]), strict=True):
+                    out[k] = own
         return out
 
     def _split(self, found: tuple[Tensor, Tensor], counts: list[int]) -> list[Children]:

@@ -14,7 +14,6 @@ Each row sees the prefix and its own ancestors in the tail (itself included), so
 """
 
 # Kernels take pointers and sizes by position, and Triton gives them no Python types.
-# Kernels take pointers and sizes by position, and Triton gives them no Python types.
 # ruff: noqa: PLR0912, PLR0915
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

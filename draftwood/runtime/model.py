@@ -64,6 +64,12 @@ def random_model(config: dict[str, Any], device: torch.device, dtype: torch.dtyp
     return model.to(device).eval()
 
 
+def top_children(logits: Tensor, branch: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row, and their log-probabilities, where the logits live: the kernel on CUDA,
+    ``first_children`` elsewhere. See either."""
+    return (top_children_triton if logits.is_cuda else first_children)(logits, branch)
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """Tokens of the wanted rows of a forward; the tensors are valid until the next one."""
@@ -213,8 +219,7 @@ class ModelRuntime:
         if not picks.vocab_size:
             return Computed(logits)
         if picks.branch:
-            top = top_children_triton if logits.is_cuda else first_children
-            return Computed(logits, *top(logits[:, : picks.vocab_size], picks.branch))
+            return Computed(logits, *top_children(logits[:, : picks.vocab_size], picks.branch))
         choice = forward.choice
         heat = choice.temperature.to(torch.promote_types(logits.dtype, torch.float32))
         return Computed(logits, *choose_tokens(logits, heat, choice.seed, choice.position, picks.vocab_size))

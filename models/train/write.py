@@ -22,13 +22,11 @@ from corpus import TOP, Round, narrowest, save_facts, save_round
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftwood.kernels.children import top_children_triton
 from draftwood.kernels.sampling import choose_tokens
 from draftwood.kernels.tree_attention import AttentionBatch
 from draftwood.runtime.decoder import Decoder, make_decoder
 from draftwood.runtime.demo_model import DEMO, demo_target
-from draftwood.runtime.model import load_model, resolve_device
-from draftwood.sampling import first_children
+from draftwood.runtime.model import load_model, resolve_device, top_children
 
 HERE = Path(__file__).parent
 PAGE = 64
@@ -156,7 +154,6 @@ class Writers:
         self.drawn = torch.zeros(length, rows, dtype=torch.bool, device=device)
         self.top = torch.zeros(length, rows, TOP, dtype=torch.int32, device=device)
         self.logprob = torch.zeros(length, rows, TOP, dtype=torch.float16, device=device)
-        self._children = top_children_triton if cache.is_cuda else first_children
 
     def restart(self) -> None:
         """Puts all rows at their first token."""
@@ -176,7 +173,7 @@ class Writers:
         self.tokens.index_copy_(0, at, self._token.int()[None])
         self.drawn.index_copy_(0, at, self._was_drawn[None])
         logits = self._decoder(self._token, self._batch(), self._cache, self._row)[:, : self.vocab_size]
-        top, logprob = self._children(logits, TOP)
+        top, logprob = top_children(logits, TOP)
         self.top.index_copy_(0, at, top.int()[None])
         self.logprob.index_copy_(0, at, logprob.half()[None])
         chosen, _ = choose_tokens(logits, self._heat, self._seed, at.expand(self._rows) + 1, self.vocab_size)
