@@ -156,7 +156,10 @@ class DraftSettings(ServerSettings):
         "", description='kind bridged: where the tokenizer of the target is: path, hub id, or "demo"'
     )
     device: Device = "auto"
-    dtype: DType = "auto"
+    dtype: DType = Field(
+        "auto",
+        description='"auto": bfloat16 on a GPU; on a CPU float32, for kind lm bfloat16 if the CPU computes in it',
+    )
     threads: Threads = 0
     page_tokens: PageTokens = Field(64, description="tokens a KV page holds")
     kv_pages: Positive = Field(512, description="pages of the KV cache")

@@ -31,7 +31,7 @@ def load_lm_drafter(settings: DraftSettings) -> LmDrafter:
     path: str | Path = demo_draft() if demo else settings.model
     tokenizer = _draft_tokenizer(settings)
     device = resolve_device(settings.device)
-    model = load_model(str(path), device, resolve_dtype(settings.dtype, device))
+    model = load_model(str(path), device, resolve_dtype(settings.dtype, device, guesses=True))
     runtime = ModelRuntime(model, kv_pages=settings.kv_pages, page_tokens=settings.page_tokens)
     size = runtime.reduced.target_size if runtime.reduced else runtime.vocab_size
     vocabulary = TextCodec(tokenizer).vocabulary(size)

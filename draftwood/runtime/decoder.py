@@ -132,9 +132,13 @@ def _packs(weight: Tensor) -> bool:
     """Whether oneDNN has a packed product for these weights."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and computes_in_bfloat16())
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether oneDNN's products in bfloat16 are the CPU's own (from AVX-512 on) and not emulated."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @dataclass(frozen=True, slots=True)
