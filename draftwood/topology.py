@@ -104,9 +104,16 @@ class BestFirst:
     nodes_per_level: int = 0
     min_survival: float = 0.0
 
+    def most(self, budget: int) -> int:
+        """Nodes of a level at most."""
+        return min(self.beam, -(-budget // 2))
+
+    def levels(self, budget: int) -> int:
+        """Levels of a round at most."""
+        return min(budget // self.nodes_per_level if self.nodes_per_level else self.depth, self.depth)
+
     def frontier(self, view: View) -> IndexArray:
-        most = view.budget // self.nodes_per_level if self.nodes_per_level else self.depth
-        if view.level >= min(most, self.depth):
+        if view.level >= self.levels(view.budget):
             return NONE
         nodes = self.likeliest(view, view.budget)
         return nodes if pays(nodes, view) else NONE
@@ -117,7 +124,7 @@ class BestFirst:
         floor = float(np.partition(reach, -among - 1)[-among - 1]) if len(reach) > among else -np.inf
         open_nodes = np.nonzero(view.unexpanded & (reach > floor) & (view.depth < view.room))[0]
         order = open_nodes[np.argsort(-reach[open_nodes], kind="stable")]
-        nodes = order[: min(self.beam, -(-view.budget // 2))]
+        nodes = order[: self.most(view.budget)]
         return nodes if float(np.exp(reach[nodes]).sum()) >= self.min_survival else NONE
 
     def chosen(self, view: View) -> IndexArray:

@@ -34,12 +34,13 @@ from draftwood.features import FeatureRequest, Features
 from draftwood.noise import GumbelCache
 from draftwood.parameters import Rule, SamplingParams
 from draftwood.runtime.batch import Rows
+from draftwood.runtime.draws import MOST_FIRSTS, Draw, Drawn
 from draftwood.runtime.model import ModelRuntime, top_children
 from draftwood.runtime.pages import PagePool
 from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.sampling import draft_children
 from draftwood.telemetry import METRICS
-from draftwood.topology import Fixed, Topology, View, chain
+from draftwood.topology import BestFirst, Fixed, Topology, View, chain
 from draftwood.tree import Proposal, TokenTree
 from draftwood.vocabulary import Vocabulary
 from draftwood.wire import Drawing, SessionGrowth
@@ -136,12 +137,21 @@ class LmSession:
             self.turn_ms += (TURN_WEIGHT if self.turn_ms else 1.0) * (turn_ms - self.turn_ms)
         self.sent_s = None
 
-    def extend(self, parent: np.ndarray, token: np.ndarray, score: np.ndarray) -> None:
-        """Adds children of nodes that had none."""
+    def extend(
+        self, parent: np.ndarray, token: np.ndarray, score: np.ndarray, levels: Sequence[int] | None = None
+    ) -> None:
+        """Adds children of nodes that had none: ``levels`` are how many are on each level, if some are below others."""
+        first = self.tree.size
         self.tree = tt.extend(self.tree, parent, token, score)
-        self.reach = np.concatenate([self.reach, self.reach[parent] + score])
-        self.depth = np.concatenate([self.depth, self.depth[parent] + 1])
+        self.reach = np.concatenate([self.reach, score])
+        self.depth = np.concatenate([self.depth, np.ones(len(parent), self.depth.dtype)])
         self.slot = np.concatenate([self.slot, np.full(len(parent), UNEXPANDED, np.int64)])
+        begin = first
+        for count in levels or (len(parent),):
+            above = parent[begin - first : begin - first + count]
+            self.reach[begin : begin + count] += self.reach[above]
+            self.depth[begin : begin + count] += self.depth[above]
+            begin += count
         self.numbering.extend(self.tree)
 
     def place(self, nodes: list[int]) -> None:
@@ -155,6 +165,15 @@ class LmSession:
         seen[np.arange(tail, tail + count), np.arange(tail, tail + count)] = True
         self.slot[nodes] = np.arange(tail, tail + count)
         self.seen, self.expanded = seen, np.concatenate([self.expanded, np.array(nodes, np.int64)])
+
+    def place_drawn(self, nodes: np.ndarray, seen: np.ndarray) -> None:
+        """As ``place``, of nodes whose rows say already what they see of the tail: bool [nodes, at least the tail]."""
+        tail, count = self.tail, len(nodes)
+        whole = np.zeros((tail + count, tail + count), np.bool_)
+        whole[:tail, :tail] = self.seen
+        whole[tail:] = seen[:, : tail + count]
+        self.slot[nodes] = np.arange(tail, tail + count)
+        self.seen, self.expanded = whole, np.concatenate([self.expanded, nodes])
 
     @property
     def sampled(self) -> bool:
@@ -312,14 +331,15 @@ class LevelDrafter(ABC):
         return session.levels < most and not session.given_up and bool(self._frontier(session))
 
     def work(self) -> list[tuple[Key, SessionGrowth]]:
-        """One level for all sessions whose round is open; while none is, one level ahead for those that wait."""
+        """A level for all sessions whose round is open, or all levels at once where the device can pick what they
+        expand; while none is, the same ahead for those that wait."""
         busy = {key: s for key, s in self._sessions.items() if self._busy(s)}
         opened = {key: s for key, s in busy.items() if not s.complete}
-        began, is_level = time.perf_counter(), not any(s.pending for s in opened.values())
-        self._expand(list((opened or busy).values()))
+        began = time.perf_counter()
+        levels = self._expand(list((opened or busy).values()))
         now, out = time.perf_counter(), []
-        if opened and is_level:
-            self._levels_s.append(now - began)
+        if opened and levels:
+            self._levels_s.append((now - began) / levels)
         for key, session in opened.items():
             if self._is_done(session):
                 session.sent_s = now
@@ -372,7 +392,8 @@ class LevelDrafter(ABC):
         limit = min(self._runtime.max_context_tokens, session.start.max_context_tokens)
         return limit - session.length
 
-    def _expand(self, sessions: list[LmSession]) -> None:
+    def _expand(self, sessions: list[LmSession]) -> int:
+        """One forward; returns how many levels that was."""
         parts, jobs, left = [], [], self._settings.max_step_tokens
         for session in sessions:
             rows = self._rows(session, left)
@@ -381,7 +402,7 @@ class LevelDrafter(ABC):
                 jobs.append(session)
                 left -= len(rows.token)
         if not parts:
-            return
+            return 0
         found = self._forward(jobs, parts)
         parents = [wanted_nodes(session, part) for session, part in zip(jobs, parts, strict=True)]
         if found.children:
@@ -389,10 +410,12 @@ class LevelDrafter(ABC):
         else:
             assert found.logits is not None
             children = self._children(found.logits, jobs, parents)
+        is_level = not any(session.pending for session in jobs)
         for session, part, above, below in zip(jobs, parts, parents, children, strict=True):
             if session.pending:
                 session.cached += len(part.token)
             self._grow(session, above, below)
+        return int(is_level)
 
     def _children(self, logits: Tensor, jobs: list[LmSession], parents: list[list[int]]) -> list[Children]:
         """Tokens and scores [parents][width] proposed below each session's parents; one call a rule, not a session."""
@@ -511,11 +534,25 @@ class LmDrafter(LevelDrafter):
         """See ``LevelDrafter``."""
         super().__init__(runtime, settings, model, vocabulary, topology, random)
         self._model_runtime = runtime
+        self._most_levels = 1 + max(settings.depth, settings.lookahead_levels)
+
+    @property
+    def draws_rounds(self) -> bool:
+        """Whether the device picks the frontiers of a whole round.
+
+        Without CUDA graphs a level costs more than the host's part of it, and a host that sees each level can end a
+        round that does not pay any more.
+        """
+        return self._model_runtime.graphs is not None
 
     def capture(self) -> None:
         """Captures the forwards, with children picked and without, before they are wanted."""
-        self._model_runtime.capture(self._own_size(self._token_count), self._topology.width)
+        size, width = self._own_size(self._token_count), self._topology.width
+        self._model_runtime.capture(size, width)
         self._model_runtime.capture()
+        if self.draws_rounds and isinstance(self._topology, BestFirst):
+            beam = self._settings.beam
+            self._model_runtime.capture_draws(size, branch=width, beam=beam, most_levels=self._most_levels)
 
     def _begin(self, start: SessionStart) -> LmSession:
         return LmSession(start, list(start.tokens), start.epoch, start.budget)
@@ -553,7 +590,132 @@ class LmDrafter(LevelDrafter):
         return Forwarded(self._runtime.forward(own))
 
     def _in_own_tokens(self, part: Rows) -> Rows:
-        return replace(part, token=self._reduced.to_draft(part.token)) if self._reduced else part
+        return replace(part, token=self._own_tokens(part.token))
+
+    def _own_tokens(self, tokens: np.ndarray) -> np.ndarray:
+        return self._reduced.to_draft(tokens) if self._reduced else tokens
+
+    # --- several levels at once ---
+
+    def _expand(self, sessions: list[LmSession]) -> int:
+        """As for any drafter; sessions whose frontiers the device can pick get all the levels that are left to them."""
+        planned = self._plan_draws(sessions)
+        rest = [session for session in sessions if session not in planned]
+        levels = super()._expand(rest) if rest else 0
+        drawn = self._draw(planned) if planned else 0
+        return levels if rest else drawn
+
+    def _plan_draws(self, sessions: list[LmSession]) -> dict[LmSession, int]:
+        """Forwards of each session that is drawn at once."""
+        if not self.draws_rounds or self._settings.greedy_temperature != 1:
+            return {}
+        out: dict[LmSession, int] = {}
+        most = self._settings.max_step_tokens // self._settings.beam
+        for session in sessions:
+            levels = self._levels_at_once(session) if len(out) < most else 0
+            first = next(iter(out), session)
+            same = self._own_size(session.start.vocab_size) == self._own_size(first.start.vocab_size)
+            if levels > 1 and same and self._room_for(session, levels * self._settings.beam):
+                out[session] = levels
+        return out
+
+    def _levels_at_once(self, session: LmSession) -> int:
+        """Forwards that the session's round, or the drawing ahead of it, has left and the device can do; 0: none."""
+        beam, ahead = self._settings.beam, session.complete
+        shape = self._ahead if ahead else self._shape(session)
+        greedy = session.rule.greedy and not session.sampled
+        if not greedy or not isinstance(shape, BestFirst) or not session.cached or session.pending > beam:
+            return 0
+        budget = min(session.budget, session.start.max_nodes)
+        most = self._settings.depth + self._settings.lookahead_levels if ahead else shape.levels(budget)
+        levels = min(most - session.levels + bool(session.pending), self._most_levels)
+        room = (MOST_NODES - session.tree.size) // (beam * self._topology.width)
+        return min(levels, room, (MOST_TAIL_TOKENS - session.tail) // beam)
+
+    def _draw(self, planned: dict[LmSession, int]) -> int:
+        """Draws the levels; returns how many there were. A few tokens of text are one, too."""
+        jobs: list[tuple[LmSession, Draw, np.ndarray]] = []
+        for session, levels in planned.items():
+            part = self._rows(session, self._settings.beam)
+            if part is not None:
+                draw, known = self._describe(session, part, levels)
+                jobs.append((session, draw, known))
+        if not jobs:
+            return 0
+        size = self._own_size(jobs[0][0].start.vocab_size)
+        found = self._model_runtime.draw(
+            [draw for _, draw, _ in jobs], size, branch=self._topology.width, beam=self._settings.beam,
+            most_levels=self._most_levels,
+        )  # fmt: skip
+        for (session, draw, known), drawn in zip(jobs, found, strict=True):
+            self._take_over(session, draw, known, drawn)
+        return max(drawn.levels for drawn in found)
+
+    def _describe(self, session: LmSession, part: Rows, levels: int) -> tuple[Draw, np.ndarray]:
+        """What the device must know, and which nodes it is told of."""
+        view, rows = self._view(session), len(part.token)
+        shape, among = (self._ahead, 2 * view.budget) if session.complete else (self._topology, view.budget)
+        assert isinstance(shape, BestFirst)
+        if session.pending:
+            known = np.zeros(0, np.int64)
+            reach, depth = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.int32)
+            reach[-1] = 0.0
+            seen = np.zeros((0, part.visible.shape[1]), np.bool_)
+        else:
+            nodes = session.expanded[session.tail - rows :]
+            reach, depth = session.reach[nodes].astype(np.float32), session.depth[nodes].astype(np.int32)
+            known = 1 + np.argsort(-session.reach[1:], kind="stable")[:MOST_FIRSTS]
+            above = session.slot[session.tree.parent[known]]
+            seen = session.seen[above] & (above != UNEXPANDED)[:, None]
+        draw = Draw(
+            rows=self._in_own_tokens(part),
+            row_reach=reach,
+            row_depth=depth,
+            token=self._own_tokens(session.tree.token[known]),
+            depth=session.depth[known].astype(np.int32),
+            reach=session.reach[known].astype(np.float32),
+            unexpanded=session.slot[known] == UNEXPANDED,
+            seen=seen,
+            anchor=len(session.tokens) - 1,
+            levels=levels,
+            beam=shape.most(view.budget),
+            room=view.room,
+            among=among,
+            least=shape.min_survival,
+            before=session.levels,
+            level_share=0.0 if session.complete or not view.turn_ms else view.level_ms / view.turn_ms,
+        )
+        return draw, known
+
+    def _take_over(self, session: LmSession, draw: Draw, known: np.ndarray, drawn: Drawn) -> None:
+        """Adds what has been drawn to the tree, and the nodes expanded on the device to the tail."""
+        rows, width = len(draw.rows.token), self._topology.width
+        node_of = np.full(MOST_FIRSTS + drawn.token.size, -1, np.int64)  # by candidate
+        node_of[: len(known)] = known
+        tokens = self._in_target_tokens(drawn.token.astype(np.int64))
+        prefix = rows if session.pending else 0  # rows of the first level that belong to the text
+        above = np.array([-1] * (rows - 1) + [0]) if session.pending else session.expanded[session.tail - rows :]
+        parents, kept, placed, size = [], [], [], session.tree.size
+        for level, token in enumerate(tokens):
+            if level:
+                chosen = drawn.chosen[level]
+                above = node_of[chosen[chosen >= 0]]
+                placed.append(above)
+            there = (token[: len(above)] >= 0) & (above >= 0)[:, None]
+            at = level * drawn.token[0].size + np.nonzero(there.ravel())[0]
+            node_of[MOST_FIRSTS + at] = np.arange(size, size + len(at))
+            size += len(at)
+            parents.append(np.repeat(above, width)[there.ravel()])
+            kept.append(at)
+        flat = np.concatenate(kept)
+        counts = [len(at) for at in kept]
+        session.extend(np.concatenate(parents), tokens.ravel()[flat], drawn.score.ravel()[flat], counts)
+        session.cached += prefix
+        if placed:
+            is_node = drawn.chosen >= 0
+            session.place_drawn(np.concatenate(placed), drawn.seen[is_node][:, prefix:])
+        session.levels += drawn.levels - 1
+        session.frontier = None
 
 
 def wanted_nodes(session: LmSession, part: Rows) -> list[int]:

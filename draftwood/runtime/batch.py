@@ -47,6 +47,7 @@ class Rows:
     tail_position: IntArray  # [tail + n], positions of all tail slots, this forward's rows last
     visible: BoolArray  # [n, tail + n]
     logits_from: int = 0  # logits are wanted of the rows from here on
+    spare: int = 0  # slots behind the last row's that the block table covers, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ class Ragged:
         self.row_start = [0, *accumulate(counts)]
         self.rows = self.row_start[-1]
         self.owner = np.repeat(np.arange(len(parts)), counts)  # [rows]
-        self.pages_used = [-(-keys // page) for keys in self.keys]
+        self.pages_used = [-(-(keys + part.spare) // page) for keys, part in zip(self.keys, parts, strict=True)]
         self.wanted = np.arange(self.rows)  # rows whose logits are wanted
         if any(part.logits_from for part in parts):
             first = np.array([start + part.logits_from for start, part in zip(self.row_start, parts, strict=False)])
@@ -239,7 +240,8 @@ class Ragged:
         host.tail_position[:n] = base + np.arange(host.tail_position.shape[1])
         for r, part, used in zip(range(n), self.parts, self.pages_used, strict=True):
             if used > len(part.pages):
-                raise AssertionError(f"{self.keys[r]} tokens do not fit the session's {len(part.pages)} pages")
+                tokens = self.keys[r] + part.spare
+                raise AssertionError(f"{tokens} tokens do not fit the session's {len(part.pages)} pages")
             host.block_table[r, :used], host.block_table[r, used:] = part.pages[:used], 0
             at = part.context % page
             host.tail_position[r, at : at + len(part.tail_position)] = part.tail_position
@@ -277,9 +279,15 @@ class Ragged:
             host.temperature[:], host.seed[:] = np.array(heats)[owner], seeds[owner]
 
 
-def assemble(ragged: Ragged, device: torch.device, padding: Padding, rules: Sequence[SamplingParams] = ()) -> Forward:
-    """A forward in tensors of its own, no larger than it needs."""
-    shape = ragged.shape(padding)
+def assemble(
+    ragged: Ragged,
+    device: torch.device,
+    padding: Padding,
+    rules: Sequence[SamplingParams] = (),
+    shape: Shape | None = None,
+) -> Forward:
+    """A forward in tensors of its own, no larger than it needs if no ``shape`` is given."""
+    shape = shape or ragged.shape(padding)
     buffer = np.zeros(shape.ints, np.int32)
     ragged.write(host_arrays(buffer, shape), padding.page_id, rules)
     return forward_tensors(torch.from_numpy(buffer).to(device), shape)

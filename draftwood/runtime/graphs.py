@@ -4,8 +4,7 @@ Words
 -----
 bucket   a ``Shape`` that forwards are padded to: rows, requests and mask words each rise to the next size of a short
          list. The block table has as many columns as the longest sequence needs, in all buckets.
-staging  the buffer of all the integers of a forward: one on the device, which the graphs read, and two on the host,
-         which take turns, so that the next forward can be written while the copy of the last one is in flight.
+staging  the buffer of all the integers of a forward (``staging``), which the graphs read.
 
 A captured forward holds no number of the forward it was captured with: all it knows of lengths it reads from the
 staging buffer. The graphs share one memory pool and run on one stream, one after the other.
@@ -17,13 +16,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from draftwood.kernels.frontier import DrawShape
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Forward, HostArrays, Ragged, Shape, forward_tensors, host_arrays
+from draftwood.runtime.staging import Staging
 from draftwood.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -55,37 +54,12 @@ class Picks:
 
     vocab_size: int = 0  # among so many tokens, the model's real ones; 0: nothing
     branch: int = 0  # the likeliest so many of each row (``draftwood.kernels.children``); 0: a token by the row's rule
+    draw: DrawShape | None = None  # of children: the rows of the next level follow (``draftwood.kernels.frontier``)
 
 
 NOTHING = Picks()
 
 Compute = Callable[[Forward, Picks], Computed]
-
-
-class Staging:
-    """An int32 buffer on the device with two pinned ones on the host."""
-
-    def __init__(self, ints: int, device: torch.device) -> None:
-        self.device = torch.zeros(ints, dtype=torch.int32, device=device)
-        self._pinned = [torch.zeros(ints, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self.host: list[NDArray[np.int32]] = [pinned.numpy() for pinned in self._pinned]
-        self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._starts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by size and side: where to, and where from
-        self._side = 0
-
-    def take(self) -> int:
-        """The host's side to write next; waits if its last copy is still in flight."""
-        self._side ^= 1
-        self._copied[self._side].synchronize()
-        return self._side
-
-    def upload(self, side: int, ints: int) -> None:
-        """Copies the start of a side to the device, without waiting."""
-        starts = self._starts.get((ints, side))
-        if starts is None:
-            starts = self._starts[ints, side] = self.device[:ints], self._pinned[side][:ints]
-        starts[0].copy_(starts[1], non_blocking=True)
-        self._copied[side].record()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +93,33 @@ class StepGraphs:
         """The bucket of a forward; None if it fits none."""
         return bucket_of(exact, self._columns) if self._works else None
 
-    def run(self, bucket: Shape, ragged: Ragged, rules: Sequence[SamplingParams], picks: Picks) -> Computed | None:
-        """Replays the bucket's graph on new contents, without waiting for it; None if it cannot be captured."""
+    def run(
+        self,
+        bucket: Shape,
+        ragged: Ragged,
+        rules: Sequence[SamplingParams],
+        picks: Picks,
+        upload: Callable[[], None] = lambda: None,
+        times: int = 1,
+    ) -> Computed | None:
+        """Replays the bucket's graph on new contents, without waiting for it; None if it cannot be captured.
+
+        ``upload`` brings what else the graph reads. Of several ``times`` each goes on from what the last one left.
+        """
         with torch.cuda.device(self._device):
             side = self._staging.take()
             views = self._views.get(bucket) or self._view(bucket)
             ragged.write(views.host[side], self._scratch_page, rules)
-            self._staging.upload(side, ragged.used_ints(bucket))
-            captured = self._graphs.get((bucket, picks)) or self._capture(bucket, views.device, picks)
-            if captured is None:
-                return None
+            captured = self._graphs.get((bucket, picks))
+            for fresh in (True, False) if captured is None else (False,):
+                self._staging.upload(side, ragged.used_ints(bucket))
+                upload()
+                if fresh and (captured := self._capture(bucket, views.device, picks)) is None:
+                    return None
+            assert captured is not None
             self.last, computed = captured
-            self.last.replay()
+            for _ in range(times):
+                self.last.replay()
             return computed
 
     @property
@@ -144,7 +133,7 @@ class StepGraphs:
         return views
 
     def _capture(self, bucket: Shape, forward: Forward, picks: Picks) -> tuple[torch.cuda.CUDAGraph, Computed] | None:
-        """Warms up on the contents at hand, which a forward may compute any number of times, and captures."""
+        """Warms up on the contents at hand, which may change by it, and captures."""
         stream, graph, current = self._stream, torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):

@@ -7,7 +7,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,13 @@ from draftwood.errors import FailedPrecondition, InvalidArgument, NotFound
 from draftwood.features import FINAL, Features
 from draftwood.kernels.children import top_children_triton
 from draftwood.kernels.commit import commit_kv
+from draftwood.kernels.frontier import DrawShape, next_frontier
 from draftwood.kernels.sampling import choose_tokens
 from draftwood.parameters import SamplingParams
-from draftwood.runtime.batch import Forward, Padding, Ragged, Rows, assemble
+from draftwood.runtime.batch import WORD_BITS, Forward, Padding, Ragged, Rows, assemble
 from draftwood.runtime.decoder import ATTENTION, FeatureStore, HfDecoder, computes_in_bfloat16, make_decoder
-from draftwood.runtime.graphs import COMMON, NOTHING, Computed, Picks, StepGraphs
+from draftwood.runtime.draws import MOST_FIRSTS, Draw, Drawn, DrawStaging, first_rows
+from draftwood.runtime.graphs import COMMON, NOTHING, REQUESTS, WORDS, Computed, Picks, StepGraphs
 from draftwood.runtime.pages import PagePool
 from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.sampling import first_children
@@ -73,6 +75,10 @@ def top_children(logits: Tensor, branch: int) -> tuple[Tensor, Tensor]:
     """The likeliest tokens of each row, and their log-probabilities, where the logits live: the kernel on CUDA,
     ``first_children`` elsewhere. See either."""
     return (top_children_triton if logits.is_cuda else first_children)(logits, branch)
+
+
+DRAWS = (1, 2, 4, 8, 16)
+"""Trees drawn at once for which a service captures graphs before it says that it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,7 @@ class ModelRuntime:
         self.decoder = make_decoder(model, kv_pages * page_tokens)
         self.padding = Padding(self.decoder.row_multiple, kv_pages)
         self.graphs: StepGraphs | None = None
+        self._draws: dict[DrawShape, DrawStaging] = {}
         self._probe()
         if graphs and self.device.type == "cuda":
             columns = min(kv_pages, self.pool.pages_for(longest_tokens or self.max_context_tokens)) + 1
@@ -193,6 +200,42 @@ class ModelRuntime:
         assert computed.tokens is not None and computed.logprob is not None
         return computed.tokens[:wanted], computed.logprob[:wanted]
 
+    def draw(self, draws: Sequence[Draw], vocab_size: int, *, branch: int, beam: int, most_levels: int) -> list[Drawn]:
+        """Some levels of each tree, as ``draftwood.kernels.frontier`` picks them; waits for the device once.
+
+        Every session's pages have room for ``Draw.slots(beam)`` behind its context. ``most_levels`` is a limit of any
+        draw's, the same from call to call: buffers and graphs are made for it.
+        """
+        page = self.pool.page_tokens
+        ragged = Ragged([first_rows(draw, beam) for draw in draws], page)
+        words = max((draw.rows.context % page + draw.slots(beam) - 1) // WORD_BITS + 1 for draw in draws)
+        requests = next((n for n in REQUESTS if n >= len(draws)), len(draws))
+        words = next((n for n in WORDS if n >= words), words)
+        shape = DrawShape(requests, beam, branch, most_levels, MOST_FIRSTS, words)
+        staging = self._draws.get(shape)
+        if staging is None:
+            staging = self._draws[shape] = DrawStaging(shape, self.device)
+        side = staging.write(draws, page)
+        self._repeat(ragged, Picks(vocab_size, branch, shape), staging, side, max(draw.levels for draw in draws))
+        return staging.read(draws, page)
+
+    @torch.inference_mode()
+    def _repeat(self, ragged: Ragged, picks: Picks, staging: DrawStaging, side: int, levels: int) -> None:
+        """Forwards, each of the rows that the one before has left."""
+        assert picks.draw
+        draw = picks.draw
+        bucket = self.graphs and self.graphs.bucket(replace(ragged.shape(), words=draw.words, requests=draw.requests))
+        if self.graphs and bucket and (bucket.words, bucket.requests) == (draw.words, draw.requests):
+            ran = self.graphs.run(bucket, ragged, (), picks, lambda: staging.upload(side), levels)
+            if ran is not None:
+                return
+        shape = replace(ragged.shape(self.padding), words=draw.words)
+        forward = assemble(ragged, self.device, self.padding, shape=shape)
+        staging.upload(side)
+        for _ in range(levels):
+            self._compute(forward, picks)
+            forward = replace(forward, attention=replace(forward.attention))  # which keeps what it has worked out
+
     def capture(self, vocab_size: int = 0, branch: int = 0, sizes: Iterable[tuple[int, int]] = COMMON) -> None:
         """Captures graphs for forwards of (rows, requests), and compiles ``move``, before they are wanted.
 
@@ -204,6 +247,17 @@ class ModelRuntime:
             parts = [self._dummy(int(n)) for n in np.diff(ends)]
             self._run(Ragged(parts, self.pool.page_tokens), [SamplingParams()] * requests, Picks(vocab_size, branch))
         self.move([([self.padding.page_id], [0], [0])])
+
+    def capture_draws(
+        self, vocab_size: int, *, branch: int, beam: int, most_levels: int, counts: Iterable[int] = DRAWS
+    ) -> None:
+        """Captures graphs for ``draw`` of so many trees, before they are wanted; they run on the scratch page."""
+        none, one, page = np.zeros(0, np.int32), np.zeros(1, np.int32), self.padding.page_id
+        rows = Rows([page] * self.pool.pages_for(1 + 2 * beam), 1, one, one, np.ones((1, 1), np.bool_))
+        seen, reach = np.zeros((0, 1), np.bool_), np.zeros(1, np.float32)
+        draw = Draw(rows, reach, one, none, none, reach[:0], none > 0, seen, 0, 2, beam, 9, 9, 0.0)
+        for count in counts if self.graphs else ():
+            self.draw([draw] * count, vocab_size, branch=branch, beam=beam, most_levels=most_levels)
 
     def _dummy(self, rows: int) -> Rows:
         at = np.arange(rows, dtype=np.int32)
@@ -224,7 +278,13 @@ class ModelRuntime:
         if not picks.vocab_size:
             return Computed(logits)
         if picks.branch:
-            return Computed(logits, *top_children(logits[:, : picks.vocab_size], picks.branch))
+            tokens, scores = top_children(logits[:, : picks.vocab_size], picks.branch)
+            if picks.draw:
+                buffers = self._draws[picks.draw].buffers
+                next_frontier(
+                    buffers, tokens, scores.float(), forward.input_ids, forward.attention, self.pool.page_tokens
+                )
+            return Computed(logits, tokens, scores)
         choice = forward.choice
         heat = choice.temperature.to(torch.promote_types(logits.dtype, torch.float32))
         return Computed(logits, *choose_tokens(logits, heat, choice.seed, choice.position, picks.vocab_size))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +56,13 @@ def make_drafter(runtime: ModelRuntime, **settings: Any) -> LmDrafter:
     chosen = {"depth": 4, "beam": 3, "branch": 3, "max_nodes": 24, "page_tokens": 16, "lookahead_levels": 2} | settings
     vocabulary = Vocabulary(tuple(str(i) for i in range(VOCAB)), frozenset(), VOCAB)
     return LmDrafter(runtime, DraftSettings(kind="lm", **chosen), "tiny", vocabulary)
+
+
+@pytest.fixture(params=[False, True], ids=["level_by_level", "whole_rounds"], autouse=True)
+def draws_rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Frontiers are picked by the host, as without CUDA graphs, and by what the device runs with them."""
+    monkeypatch.setattr(LmDrafter, "draws_rounds", request.param)
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -349,13 +355,18 @@ def test_budget_and_cap_are_respected(runtime: ModelRuntime, oracle: Oracle, bud
     drafter.close(KEY)
 
 
+def on_forward(monkeypatch: pytest.MonkeyPatch, runtime: ModelRuntime, note: Callable[[], None]) -> None:
+    """Calls ``note`` with every forward of the model."""
+    decoder = runtime.decoder
+    monkeypatch.setattr(runtime, "decoder", lambda *args: (note(), decoder(*args))[1])
+
+
 @pytest.mark.parametrize(("budget", "forwards"), [(2, 1), (3, 2), (6, 3)])
 def test_small_budgets_cost_few_forwards(
     runtime: ModelRuntime, oracle: Oracle, budget: int, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-    children = runtime.children
-    monkeypatch.setattr(runtime, "children", lambda *args: (seen.append(args), children(*args))[1])
+    seen: list[None] = []
+    on_forward(monkeypatch, runtime, lambda: seen.append(None))
     drafter = make_drafter(runtime, min_level_survival=0, nodes_per_level=3)
     verifier = Verifier(drafter, oracle, [7, 8], GREEDY, budget)
     verifier.open()
@@ -369,8 +380,13 @@ def test_once_times_are_known_a_level_must_be_worth_its_own(
     runtime: ModelRuntime, oracle: Oracle, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock in which a level takes as long as the verifier's turn; one that tells no times wants all levels."""
-    ticks = itertools.count()
-    monkeypatch.setattr("draft_service.drafters.lm.time", SimpleNamespace(perf_counter=lambda: 0.01 * next(ticks)))
+    now = [0.0]
+
+    def tick() -> None:
+        now[0] += 0.01
+
+    monkeypatch.setattr("draft_service.drafters.lm.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    on_forward(monkeypatch, runtime, tick)
     drafter = make_drafter(runtime, min_level_survival=0, nodes_per_level=0, lookahead_levels=0, depth=4)
     verifier, step_ms = Verifier(drafter, oracle, [7, 8], GREEDY), ((1, 10.0), (8, 11.0)) if told else ()
     verifier.open(step_ms=step_ms)
@@ -380,6 +396,7 @@ def test_once_times_are_known_a_level_must_be_worth_its_own(
         deepest.append(max(len(path) for path in verifier.live()))
         verifier.tokens += [9 + epoch, 9]
         verifier.epoch = epoch
+        tick()
         drafter.commit(KEY, SessionCommitted(epoch, len(verifier.tokens), (9 + epoch, 9), 10, step_ms))
     assert deepest[0] > 2, "nothing is known in the first round"
     assert (max(deepest[1:]) == 1) if told else (min(deepest[1:]) > 1)

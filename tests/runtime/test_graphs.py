@@ -14,8 +14,9 @@ from draftwood.kernels.children import top_children_reference
 from draftwood.kernels.tree_attention import AttentionBatch
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Ragged, Rows
+from draftwood.runtime.draws import Draw
 from draftwood.runtime.graphs import ROWS
-from draftwood.runtime.model import ModelRuntime, random_model
+from draftwood.runtime.model import DRAWS, ModelRuntime, random_model
 
 PAGE, PAGES = 64, 160
 CONFIG: dict[str, Any] = {
@@ -147,3 +148,60 @@ def test_graphs_captured_ahead_leave_the_pages_alone() -> None:
     captured.capture(sizes=[(1, 1), (64, 1), (16, 16), (200, 3)])
     assert torch.equal(captured.cache[:, :, :PAGES], before)
     assert captured.graphs is not None and captured.graphs.count == 4
+
+
+def draws(seed: int, count: int) -> list[Draw]:
+    """Trees behind texts of any length, the last one a text of which two tokens are new."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for k, pages in zip(range(count), np.array_split(rng.permutation(PAGES), count), strict=True):
+        context, rows, known = int(rng.integers(1, 200)), 1 if k else 2, int(rng.integers(0, 9))
+        position = np.arange(context, context + rows, dtype=np.int32)
+        token = rng.integers(0, VOCAB, rows).astype(np.int32)
+        first = Rows(pages[:6].tolist(), context, token, position, np.tri(rows, dtype=np.bool_))
+        known_reach = -rng.exponential(2.0, known).astype(np.float32)
+        out.append(
+            Draw(
+                rows=first,
+                row_reach=np.array([-np.inf, 0.0][-rows:], np.float32),
+                row_depth=np.zeros(rows, np.int32),
+                token=rng.integers(0, VOCAB, known).astype(np.int32),
+                depth=np.ones(known, np.int32),
+                reach=known_reach,
+                unexpanded=rng.random(known) < 0.5,
+                seen=np.zeros((known, rows), np.bool_),
+                anchor=context + rows - 1,
+                levels=int(rng.integers(1, 7)),
+                beam=3,
+                room=6,
+                among=20,
+                least=0.0,
+            )
+        )
+    return out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_levels_drawn_by_graphs_are_those_drawn_without(name: str, count: int) -> None:
+    plain, captured = (runtime(CONFIGS[name], graphs=g) for g in (False, True))
+    fill(plain, captured)
+    for seed in range(3):
+        given, how = draws(seed, count), {"branch": 3, "beam": 3, "most_levels": 7}
+        want, got = (each.draw(given, VOCAB - 6, **how) for each in (plain, captured))
+        for draw, one, other in zip(given, want, got, strict=True):
+            assert other.levels == one.levels <= draw.levels
+            assert np.array_equal(other.token, one.token) and np.array_equal(other.chosen, one.chosen)
+            assert np.array_equal(other.seen, one.seen)
+            np.testing.assert_allclose(other.score, one.score, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(captured.cache[:, :, :PAGES], plain.cache[:, :, :PAGES], rtol=1e-4, atol=1e-4)
+    assert captured.graphs is not None and captured.graphs.count
+
+
+def test_draws_captured_ahead_leave_the_pages_alone() -> None:
+    captured = runtime(CONFIG, graphs=True)
+    fill(captured)
+    before = captured.cache[:, :, :PAGES].clone()
+    captured.capture_draws(VOCAB, branch=3, beam=3, most_levels=7)
+    assert torch.equal(captured.cache[:, :, :PAGES], before)
+    assert captured.graphs is not None and captured.graphs.count == len(DRAWS)
