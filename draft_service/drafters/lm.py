@@ -59,7 +59,11 @@ LEVELS_TIMED = 9
 """Last levels whose median is the time of one."""
 
 TURN_WEIGHT = 0.3
-"""Of one round in the usual time from a tree to its commit."""
+"""Of one round in the usual time from a tree to its commit, and in the usual number of levels."""
+
+FEW_LEVELS = 3
+"""Levels that the device draws at once in a session's first round, and of those ahead: a draw that ends early costs its
+levels all the same, and a commit that comes meanwhile waits."""
 
 WARM_UP_LINK = -1
 """Stands for the verifier of made-up sessions."""
@@ -111,6 +115,7 @@ class LmSession:
     given_up: bool = False  # there is no room to go on in this round
     sent_s: float | None = None  # clock time at which this round was complete
     turn_ms: float = 0.0  # from then to the commit, lately; 0: not known
+    usual_levels: float = FEW_LEVELS  # forwards of a round that the device has drawn, lately
     outgrown: bool = False  # its text leaves no room for a node: nothing is drawn for it any more
     drawing: Drawing = field(init=False)
 
@@ -343,6 +348,7 @@ class LevelDrafter(ABC):
         for key, session in opened.items():
             if self._is_done(session):
                 session.sent_s = now
+                session.usual_levels += TURN_WEIGHT * (session.levels - session.usual_levels)
                 session.complete, session.levels = True, max(session.levels, self._settings.depth)
                 session.frontier = None
                 out.append((key, self._pack(session, key[1])))
@@ -534,6 +540,7 @@ class LmDrafter(LevelDrafter):
         """See ``LevelDrafter``."""
         super().__init__(runtime, settings, model, vocabulary, topology, random)
         self._model_runtime = runtime
+        self._moves: dict[LmSession, tuple[list[int], list[int], list[int]]] = {}  # pages, old and new slots
         self._most_levels = 1 + max(settings.depth, settings.lookahead_levels)
 
     @property
@@ -566,8 +573,10 @@ class LmDrafter(LevelDrafter):
         below = _kept_below(session, anchor) if anchor is not None else np.zeros(0, np.int64)
         first = session.cached
         old = [first + place for place in session.slot[[*expanded_path, *below]].tolist()]
+        if session in self._moves:
+            self._flush_moves()
         if old:
-            self._model_runtime.move([(session.pages, old, list(range(first, first + len(old))))])
+            self._moves[session] = (session.pages, old, list(range(first, first + len(old))))
         session.cached += len(expanded_path)
         session.tokens.extend(tokens)
         if anchor is None or session.pending:  # the anchor is new to the cache: nothing hangs below it
@@ -580,6 +589,17 @@ class LmDrafter(LevelDrafter):
             session.plant(below_anchor, index[below], session.seen[np.ix_(places, places)])
             session.drawn = {int(index[n]): q for n, q in session.drawn.items() if index[n] >= 0}
         session.numbering.restart(index)
+
+    def close(self, key: Key) -> None:
+        """See ``Drafter``."""
+        if session := self._sessions.get(key):
+            self._moves.pop(session, None)
+        super().close(key)
+
+    def _flush_moves(self) -> None:
+        """Moves what commits have left to be moved: one launch for all sessions that go on together."""
+        self._model_runtime.move(list(self._moves.values()))
+        self._moves.clear()
 
     def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Forwarded:
         own = [self._in_own_tokens(part) for part in parts]
@@ -599,6 +619,7 @@ class LmDrafter(LevelDrafter):
 
     def _expand(self, sessions: list[LmSession]) -> int:
         """As for any drafter; sessions whose frontiers the device can pick get all the levels that are left to them."""
+        self._flush_moves()
         planned = self._plan_draws(sessions)
         rest = [session for session in sessions if session not in planned]
         levels = super()._expand(rest) if rest else 0
@@ -628,7 +649,8 @@ class LmDrafter(LevelDrafter):
             return 0
         budget = min(session.budget, session.start.max_nodes)
         most = self._settings.depth + self._settings.lookahead_levels if ahead else shape.levels(budget)
-        levels = min(most - session.levels + bool(session.pending), self._most_levels)
+        usual = FEW_LEVELS if ahead else 1 + round(session.usual_levels)
+        levels = min(most - session.levels + bool(session.pending), usual, self._most_levels)
         room = (MOST_NODES - session.tree.size) // (beam * self._topology.width)
         return min(levels, room, (MOST_TAIL_TOKENS - session.tail) // beam)
 
