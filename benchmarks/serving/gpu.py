@@ -56,6 +56,8 @@ IN_A_ROW = 4
 READY_S = 240.0
 LARGE = "llama-8b"
 LARGE_CLIENTS = (1, 8)
+SETTLING, PAIRS = 6, 10
+"""Pairs that are not counted, of a second or two each: at first the verifier does not know what drafts are worth to it."""
 AHEAD = ("--lookahead_levels", "6")
 """A level on a GPU is short beside the verifier's step."""
 VOCAB = 49152
@@ -179,24 +181,24 @@ async def at_once(client: DraftwoodClient, clients: int, *, speculate: bool) -> 
 
 
 async def measure(client: DraftwoodClient, counts: Sequence[int]) -> dict[str, Any]:
-    """Speed with drafts and without, paired, by number of clients; medians of the pairs after the first two.
+    """Speed with drafts and without, paired, by number of clients; medians of the pairs after those that settle.
 
     Every other pair begins without drafts, so that a drift of the machine cancels.
     """
     out: dict[str, Any] = {}
     for clients in counts:
         pairs = []
-        for k in range(6):
+        for k in range(SETTLING + PAIRS):
             order = (True, False) if k % 2 == 0 else (False, True)
             seen = {speculate: await at_once(client, clients, speculate=speculate) for speculate in order}
             pairs.append((seen[True], seen[False]))
-        ratios = [drafted["tokens_per_s"] / plain["tokens_per_s"] for drafted, plain in pairs[2:]]
+        ratios = [drafted["tokens_per_s"] / plain["tokens_per_s"] for drafted, plain in pairs[SETTLING:]]
         out[f"clients_{clients}"] = {
-            "tokens_per_s": round(statistics.median(p[0]["tokens_per_s"] for p in pairs[2:]), 1),
-            "plain_tokens_per_s": round(statistics.median(p[1]["tokens_per_s"] for p in pairs[2:]), 1),
+            "tokens_per_s": round(statistics.median(p[0]["tokens_per_s"] for p in pairs[SETTLING:]), 1),
+            "plain_tokens_per_s": round(statistics.median(p[1]["tokens_per_s"] for p in pairs[SETTLING:]), 1),
             "ratio": round(statistics.median(ratios), 3),
             "ratios": [round(r, 3) for r in ratios],
-            "accepted": round(statistics.median(p[0]["accepted"] for p in pairs[2:]), 3),
+            "accepted": round(statistics.median(p[0]["accepted"] for p in pairs[SETTLING:]), 3),
         }
         print(clients, out[f"clients_{clients}"], flush=True)
     return out
