@@ -57,7 +57,8 @@ READY_S = 240.0
 LARGE = "llama-8b"
 LARGE_CLIENTS = (1, 8)
 SETTLING, PAIRS = 6, 10
-"""Pairs that are not counted, of a second or two each: at first the verifier does not know what drafts are worth to it."""
+"""Pairs that are not counted, of a second or two each, and those that are: at first it is not known what drafts are
+worth."""
 AHEAD = ("--lookahead_levels", "6")
 """A level on a GPU is short beside the verifier's step."""
 VOCAB = 49152
