@@ -16,6 +16,7 @@ import torch
 from draft_service.drafter import SessionCommitted, SessionStart
 from draft_service.drafters import lm
 from draft_service.drafters.lm import LmDrafter
+from draftwood import tree as tt
 from draftwood.config import DraftSettings
 from draftwood.errors import FailedPrecondition
 from draftwood.noise import gumbel
@@ -342,6 +343,37 @@ def test_many_sessions_at_once_do_not_mix(runtime: ModelRuntime, oracle: Oracle)
             verifier.commit(random_commit(rnd, verifier))
     for verifier in verifiers:
         drafter.close(verifier.key)
+
+
+def test_commits_between_two_levels_move_keys_in_one_launch(
+    runtime: ModelRuntime, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sessions, each with two accepted guesses; one hears of them in two commits, the second after the first."""
+    drafter = make_drafter(runtime, min_level_survival=0, nodes_per_level=0)
+    verifiers = [Verifier(drafter, oracle, [7, 8, 9 + k], GREEDY, 20, key=(1, k)) for k in range(3)]
+    for verifier in verifiers:
+        verifier.open()
+    work_until_done(drafter, verifiers)
+    launches: list[list[Any]] = []
+    move = runtime.move
+    monkeypatch.setattr(runtime, "move", lambda moves: (launches.append(list(moves)), move(moves))[1])
+    for k, verifier in enumerate(verifiers):
+        session = drafter._sessions[verifier.key]
+        deepest = next(path for path in verifier.live() if len(path) == 2 and _is_expanded(session, path))
+        for tokens in [deepest[:1], deepest[1:]] if k == 2 else [deepest]:
+            verifier.commit(list(tokens))
+    work_until_done(drafter, verifiers, idle=False)
+    by_launch = [len(moves) for moves in launches if moves]
+    assert by_launch == [3, 1], "the second commit of a session waits for the keys that the first one moves"
+    for verifier in verifiers:
+        assert exact_scores(drafter, verifier) < CLOSE
+        drafter.close(verifier.key)
+
+
+def _is_expanded(session: lm.LmSession, path: tuple[int, ...]) -> bool:
+    """Whether the model has run on the node at the end of a path."""
+    node = tt.walk(session.tree, path)[-1]
+    return bool(session.slot[node] != lm.UNEXPANDED)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 9])

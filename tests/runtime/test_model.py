@@ -13,7 +13,8 @@ from draftwood.kernels.children import top_children_reference
 from draftwood.noise import GumbelCache
 from draftwood.parameters import SamplingParams
 from draftwood.runtime.batch import Rows
-from draftwood.runtime.model import ModelRuntime, random_model
+from draftwood.runtime.decoder import computes_in_bfloat16
+from draftwood.runtime.model import ModelRuntime, random_model, resolve_dtype
 from draftwood.sampling import target_tokens
 
 CPU = torch.device("cpu")
@@ -29,6 +30,15 @@ def runtime(request: pytest.FixtureRequest) -> ModelRuntime:
     made = ModelRuntime(random_model(config, CPU, request.param), kv_pages=64, page_tokens=PAGE)
     made.cache.normal_(generator=torch.Generator().manual_seed(0))
     return made
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_the_type_that_the_device_computes_in(device: str, guesses: bool) -> None:
+    """On a CPU a draft is bfloat16 only where that is no emulation; a target never is."""
+    half = device == "cuda" or (guesses and computes_in_bfloat16())
+    assert resolve_dtype("auto", torch.device(device), guesses=guesses) == (torch.bfloat16 if half else torch.float32)
+    assert resolve_dtype("float16", torch.device(device), guesses=guesses) == torch.float16
 
 
 def test_a_chosen_token_is_the_rules(runtime: ModelRuntime) -> None:
