@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import Key, RedrawnNumbering, SessionStart
-from draft_service.drafters.lm import Forwarded, LevelDrafter, LmSession, catch_up_rows, level_rows, wanted_nodes
+from draft_service.drafters.levels import Forwarded, LevelDrafter, LevelSession, catch_up_rows, level_rows, wanted_nodes
 from draftwood.config import DraftSettings
 from draftwood.features import FeatureRequest, Features
 from draftwood.runtime.batch import Rows
@@ -50,7 +50,7 @@ class KnownFeatures:
 
 
 @dataclass(eq=False)
-class EagleSession(LmSession):
+class EagleSession(LevelSession):
     known: KnownFeatures = field(default_factory=KnownFeatures)
     handed: dict[int, Tensor] = field(default_factory=dict)  # by expanded node: what its row hands down, [hidden]
     numbering: RedrawnNumbering = field(default_factory=RedrawnNumbering)
@@ -88,13 +88,13 @@ class EagleDrafter(LevelDrafter):
         if session is not None:
             cast(EagleSession, session).known.add(first, features)
 
-    def _prime(self, session: LmSession) -> None:
+    def _prime(self, session: LevelSession) -> None:
         assert self.features is not None and isinstance(session, EagleSession)
         count = len(session.tokens) - session.known.end
         shape = (count, len(self.features.layers), self.features.hidden_size)
         session.known.add(session.known.end, np.zeros(shape, np.uint16))
 
-    def _follow(self, session: LmSession, tokens: tuple[int, ...]) -> None:
+    def _follow(self, session: LevelSession, tokens: tuple[int, ...]) -> None:
         assert isinstance(session, EagleSession)
         self._observe(session, tokens)
         session.tokens.extend(tokens)
@@ -104,22 +104,22 @@ class EagleDrafter(LevelDrafter):
 
     # --- growth ---
 
-    def _busy(self, session: LmSession) -> bool:
+    def _busy(self, session: LevelSession) -> bool:
         assert isinstance(session, EagleSession)
         return bool(session.budget and not session.complete and (session.readable or not session.pending))
 
-    def _catch_up(self, session: LmSession, most: int) -> Rows:
+    def _catch_up(self, session: LevelSession, most: int) -> Rows:
         assert isinstance(session, EagleSession)
         count = min(most, session.readable)
         rows = catch_up_rows(session, count)
         return _with_states(rows, self._head.fuse(session.known.take(count)))
 
-    def _level(self, session: LmSession, nodes: list[int]) -> Rows:
+    def _level(self, session: LevelSession, nodes: list[int]) -> Rows:
         assert isinstance(session, EagleSession)
         states = torch.stack([session.handed[p] for p in session.tree.parent[nodes].tolist()])
         return _with_states(level_rows(session, nodes), states)
 
-    def _forward(self, jobs: list[LmSession], parts: list[Rows]) -> Forwarded:
+    def _forward(self, jobs: list[LevelSession], parts: list[Rows]) -> Forwarded:
         logits = self._head.forward(parts)
         wanted = [(s, node) for s, part in zip(jobs, parts, strict=True) for node in wanted_nodes(s, part)]
         for (session, node), handed in zip(wanted, self._head.handed, strict=True):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draft_service.drafter import SessionCommitted, SessionStart
-from draft_service.drafters import lm
+from draft_service.drafters import levels
 from draft_service.drafters.lm import LmDrafter
 from draftwood import tree as tt
 from draftwood.config import DraftSettings
@@ -182,11 +182,11 @@ def exact_scores(drafter: LmDrafter, verifier: Verifier) -> float:
     session = drafter._sessions[verifier.key]
     if session.pending or session.tree.size == 1:
         return 0.0
-    open_nodes = [n for n in range(1, session.tree.size) if session.slot[n] == lm.UNEXPANDED][:6]
+    open_nodes = [n for n in range(1, session.tree.size) if session.slot[n] == levels.UNEXPANDED][:6]
     assert drafter._room_for(session, len(open_nodes))
     before = session.slot.copy(), session.expanded, session.seen
     session.place(open_nodes)
-    logits = drafter._runtime.forward([lm.level_rows(session, open_nodes)])
+    logits = drafter._runtime.forward([levels.level_rows(session, open_nodes)])
     session.slot, session.expanded, session.seen = before
     worst = 0.0
     for row, node in zip(logits, open_nodes, strict=True):
@@ -370,10 +370,10 @@ def test_commits_between_two_levels_move_keys_in_one_launch(
         drafter.close(verifier.key)
 
 
-def _is_expanded(session: lm.LmSession, path: tuple[int, ...]) -> bool:
+def _is_expanded(session: levels.LevelSession, path: tuple[int, ...]) -> bool:
     """Whether the model has run on the node at the end of a path."""
     node = tt.walk(session.tree, path)[-1]
-    return bool(session.slot[node] != lm.UNEXPANDED)
+    return bool(session.slot[node] != levels.UNEXPANDED)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 9])
@@ -417,7 +417,7 @@ def test_once_times_are_known_a_level_must_be_worth_its_own(
     def tick() -> None:
         now[0] += 0.01
 
-    monkeypatch.setattr("draft_service.drafters.lm.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("draft_service.drafters.levels.time", SimpleNamespace(perf_counter=lambda: now[0]))
     on_forward(monkeypatch, runtime, tick)
     drafter = make_drafter(runtime, min_level_survival=0, nodes_per_level=0, lookahead_levels=0, depth=4)
     verifier, step_ms = Verifier(drafter, oracle, [7, 8], GREEDY), ((1, 10.0), (8, 11.0)) if told else ()
