@@ -112,10 +112,13 @@ class LmDrafter(LevelDrafter):
     def _forward(self, jobs: list[LevelSession], parts: list[Rows]) -> Forwarded:
         own = [self._in_own_tokens(part) for part in parts]
         sizes = {self._own_size(session.start.vocab_size) for session in jobs}
-        greedy = all(session.rule.greedy and not session.sampled for session in jobs)
-        if greedy and len(sizes) == 1 and self._settings.greedy_temperature == 1:
+        if len(sizes) == 1 and all(map(self._takes_likeliest, jobs)):
             return Forwarded(children=self._model_runtime.children(own, sizes.pop(), self._topology.width))
         return Forwarded(self._runtime.forward(own))
+
+    def _takes_likeliest(self, session: LevelSession) -> bool:
+        """Whether its nodes' children are the likeliest tokens as the model gives them: a graph can pick these."""
+        return session.rule.greedy and not session.sampled and self._settings.greedy_temperature == 1
 
     def _in_own_tokens(self, part: Rows) -> Rows:
         return replace(part, token=self._own_tokens(part.token))
@@ -136,7 +139,7 @@ class LmDrafter(LevelDrafter):
 
     def _plan_draws(self, sessions: list[LevelSession]) -> dict[LevelSession, int]:
         """Forwards of each session that is drawn at once."""
-        if not self.draws_rounds or self._settings.greedy_temperature != 1:
+        if not self.draws_rounds:
             return {}
         out: dict[LevelSession, int] = {}
         most = self._settings.max_step_tokens // self._settings.beam
@@ -152,8 +155,8 @@ class LmDrafter(LevelDrafter):
         """Forwards that the session's round, or the drawing ahead of it, has left and the device can do; 0: none."""
         beam, ahead = self._settings.beam, session.complete
         shape = self._ahead if ahead else self._shape(session)
-        greedy = session.rule.greedy and not session.sampled
-        if not greedy or not isinstance(shape, BestFirst) or not session.cached or session.pending > beam:
+        fits = session.cached > 0 and session.pending <= beam  # text that the cache lacks is the first level
+        if not fits or not isinstance(shape, BestFirst) or not self._takes_likeliest(session):
             return 0
         budget = min(session.budget, session.start.max_nodes)
         most = self._settings.depth + self._settings.lookahead_levels if ahead else shape.levels(budget)

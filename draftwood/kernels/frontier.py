@@ -5,7 +5,7 @@ Words
 request    one tree. It has ``beam`` rows in every forward of a draw; those without a node are padding.
 level      one forward of a draw, from 0 on. The host writes the rows of level 0; this kernel absorbs the children of a
            level and writes the rows of the next one over them, in place.
-first      a node that the tree has before the draw, other than the anchor and the nodes of level 0.
+first      one of the likeliest nodes that the tree has before the draw, but the anchor; those of level 0 are not open.
 candidate  a node that may be expanded: the firsts, then the children of each level's rows, ``branch`` a row, in order.
 reach      log survival: the sum of the scores on the path.
 tail       slots behind the request's context, of its expanded nodes. A level's nodes take the next ones.
@@ -20,6 +20,7 @@ likeliest nodes of the tree, unless all together are too unlikely to be worth a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -80,10 +81,7 @@ class Field:
 
     def of(self, buffer: Tensor) -> Tensor:
         """The field of all requests, a view [requests, *dims]."""
-        size = 1
-        for dim in self.dims:
-            size *= dim
-        part = buffer[:, self.begin : self.begin + size].view(self.dtype)
+        part = buffer[:, self.begin : self.begin + math.prod(self.dims)].view(self.dtype)
         return part.unflatten(1, self.dims) if len(self.dims) > 1 else part
 
 
@@ -92,10 +90,7 @@ def _layout(fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[dic
     out, begin = {}, 0
     for name, (dtype, dims) in fields.items():
         out[name] = Field(name, dtype, dims, begin)
-        size = 1
-        for dim in dims:
-            size *= dim
-        begin += size + -size % _ALIGN
+        begin += -(-math.prod(dims) // _ALIGN) * _ALIGN
     return out, begin
 
 
@@ -126,7 +121,7 @@ def drawn_fields(shape: DrawShape) -> tuple[dict[str, Field], int]:
             "score": (real, (shape.grown,)),
             "chosen": (integer, (shape.levels, shape.beam)),  # candidates, by level; -1: none. Of level 0: not written
             "seen": (integer, (shape.levels * shape.beam, shape.words)),  # mask words of the rows
-            "done": (integer, (_ALIGN,)),  # levels absorbed
+            "done": (integer, (1,)),  # levels absorbed
         }
     )
 
@@ -179,8 +174,8 @@ def next_frontier_reference(
     input_ids int64 [rows]. Of ``batch`` the rows' fields, ``keys`` and ``tail_position`` are written. A request whose
     levels are all done keeps its rows, and a forward of them changes nothing.
     """
-    for request in range(buffers.shape.requests):
-        if int(buffers.of_given["limits"][request, LEVEL]) < int(buffers.of_given["limits"][request, LEVELS]):
+    for request, limits in enumerate(buffers.of_given["limits"]):
+        if limits[LEVEL] < limits[LEVELS]:
             _absorb(buffers, request, tokens, scores, batch)
             _write_next(buffers, request, input_ids, batch, page)
 

@@ -47,7 +47,7 @@ class Rows:
     tail_position: IntArray  # [tail + n], positions of all tail slots, this forward's rows last
     visible: BoolArray  # [n, tail + n]
     logits_from: int = 0  # logits are wanted of the rows from here on
-    spare: int = 0  # slots behind the last row's that the block table covers, too
+    spare: int = 0  # slots behind the last row's for which there are mask words and pages, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +190,11 @@ class Ragged:
         self.page = page
         counts = [len(part.token) for part in parts]
         self.keys = [part.context + part.visible.shape[1] for part in parts]
+        self.reserved = [keys + part.spare for keys, part in zip(self.keys, parts, strict=True)]  # tokens
         self.row_start = [0, *accumulate(counts)]
         self.rows = self.row_start[-1]
         self.owner = np.repeat(np.arange(len(parts)), counts)  # [rows]
-        self.pages_used = [-(-(keys + part.spare) // page) for keys, part in zip(self.keys, parts, strict=True)]
+        self.pages_used = [-(-tokens // page) for tokens in self.reserved]
         self.wanted = np.arange(self.rows)  # rows whose logits are wanted
         if any(part.logits_from for part in parts):
             first = np.array([start + part.logits_from for start, part in zip(self.row_start, parts, strict=False)])
@@ -202,7 +203,7 @@ class Ragged:
     def shape(self, padding: Padding | None = None) -> Shape:
         """Just large enough, but for the padding of rows and of wanted rows."""
         wanted, page = len(self.wanted), self.page
-        tails = (keys - part.context // page * page for keys, part in zip(self.keys, self.parts, strict=True))
+        tails = (tokens - part.context // page * page for tokens, part in zip(self.reserved, self.parts, strict=True))
         return Shape(
             rows=self.rows + (padding.missing(self.rows) if padding else 0),
             requests=len(self.parts),
@@ -240,8 +241,7 @@ class Ragged:
         host.tail_position[:n] = base + np.arange(host.tail_position.shape[1])
         for r, part, used in zip(range(n), self.parts, self.pages_used, strict=True):
             if used > len(part.pages):
-                tokens = self.keys[r] + part.spare
-                raise AssertionError(f"{tokens} tokens do not fit the session's {len(part.pages)} pages")
+                raise AssertionError(f"{self.reserved[r]} tokens do not fit the session's {len(part.pages)} pages")
             host.block_table[r, :used], host.block_table[r, used:] = part.pages[:used], 0
             at = part.context % page
             host.tail_position[r, at : at + len(part.tail_position)] = part.tail_position

@@ -28,9 +28,9 @@ from draftwood.kernels.frontier import (
     drawn_fields,
     given_fields,
 )
-from draftwood.runtime.batch import WORD_BITS, Rows
+from draftwood.runtime.batch import Rows
 from draftwood.runtime.staging import Staging
-from draftwood.tree import BoolArray, IntArray
+from draftwood.tree import BoolArray, IntArray, pack_words
 
 MOST_FIRSTS = 64
 """Likeliest nodes of a tree that a draw knows of: more than are among the best of a budget matters to none."""
@@ -57,11 +57,6 @@ class Draw:
     least: float  # survival of a level's nodes together at least
     before: int = 0  # levels of the round once the first one is done
     level_share: float = 0.0  # time of a level by that of the verifier's turn; 0: what it brings for it does not matter
-
-    def slots(self, beam: int) -> int:
-        """Tail slots up to the last that the draw may write to, those of earlier forwards included."""
-        before: int = self.rows.visible.shape[1] - len(self.rows.token)
-        return before + self.levels * beam
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ class DrawStaging:
     def write(self, draws: Sequence[Draw], page: int) -> int:
         """Fills the host's next side and returns it."""
         side = self._staging.take()
-        host, shape = self._host[side], self.shape
+        host = self._host[side]
         host["limits"][:] = 0
         host["row_reach"][:], host["reach"][:] = -np.inf, -np.inf
         for r, draw in enumerate(draws):
@@ -107,7 +102,9 @@ class DrawStaging:
             for name in ("token", "depth", "reach"):
                 host[name][r, :m] = getattr(draw, name)
             host["open"][r, :m] = draw.unexpanded
-            host["seen"][r, :m] = _words(draw.seen, draw.rows.context % page, shape.words)
+            words = pack_words(draw.seen, draw.rows.context % page)
+            host["seen"][r, :m] = 0
+            host["seen"][r, :m, : words.shape[1]] = words
         return side
 
     def upload(self, side: int) -> None:
@@ -135,14 +132,6 @@ class DrawStaging:
         return out
 
 
-def _words(seen: BoolArray, shift: int, words: int) -> NDArray[np.int32]:
-    """Mask words of rows [m, tail] behind ``shift`` slots that all of them see."""
-    bits = np.zeros((len(seen), words * WORD_BITS), np.bool_)
-    bits[:, :shift] = True
-    bits[:, shift : shift + seen.shape[1]] = seen
-    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-
-
 def first_rows(draw: Draw, beam: int) -> Rows:
     """The rows of the first level, filled up to ``beam`` with some that see the context alone."""
     rows, tail = draw.rows, draw.rows.visible.shape[1]
@@ -151,4 +140,4 @@ def first_rows(draw: Draw, beam: int) -> Rows:
     visible = np.zeros((beam, tail + missing), np.bool_)
     visible[: len(rows.token), :tail] = rows.visible
     token, position = np.concatenate([rows.token, none]), np.concatenate([rows.tail_position, none])
-    return Rows(rows.pages, rows.context, token, position, visible, spare=draw.slots(beam) - tail - missing)
+    return Rows(rows.pages, rows.context, token, position, visible, spare=(draw.levels - 1) * beam)

@@ -4,7 +4,7 @@ Words
 -----
 bucket   a ``Shape`` that forwards are padded to: rows, requests and mask words each rise to the next size of a short
          list. The block table has as many columns as the longest sequence needs, in all buckets.
-staging  the buffer of all the integers of a forward (``staging``), which the graphs read.
+staging  the buffer of all the integers of a forward (``draftwood.runtime.staging``), which the graphs read.
 
 A captured forward holds no number of the forward it was captured with: all it knows of lengths it reads from the
 staging buffer. The graphs share one memory pool and run on one stream, one after the other.
@@ -99,8 +99,8 @@ class StepGraphs:
         ragged: Ragged,
         rules: Sequence[SamplingParams],
         picks: Picks,
-        upload: Callable[[], None] = lambda: None,
-        times: int = 1,
+        upload: Callable[[], None],
+        times: int,
     ) -> Computed | None:
         """Replays the bucket's graph on new contents, without waiting for it; None if it cannot be captured.
 

@@ -6,7 +6,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from draftwood.kernels.commit import commit_kv
 from draftwood.kernels.frontier import DrawShape, next_frontier
 from draftwood.kernels.sampling import choose_tokens
 from draftwood.parameters import SamplingParams
-from draftwood.runtime.batch import WORD_BITS, Forward, Padding, Ragged, Rows, assemble
+from draftwood.runtime.batch import Forward, Padding, Ragged, Rows, assemble
 from draftwood.runtime.decoder import ATTENTION, FeatureStore, HfDecoder, computes_in_bfloat16, make_decoder
 from draftwood.runtime.draws import MOST_FIRSTS, Draw, Drawn, DrawStaging, first_rows
-from draftwood.runtime.graphs import COMMON, NOTHING, REQUESTS, WORDS, Computed, Picks, StepGraphs
+from draftwood.runtime.graphs import COMMON, NOTHING, Computed, Picks, StepGraphs, bucket_of
 from draftwood.runtime.pages import PagePool
 from draftwood.runtime.reduced import ReducedVocabulary
 from draftwood.sampling import first_children
@@ -203,38 +203,20 @@ class ModelRuntime:
     def draw(self, draws: Sequence[Draw], vocab_size: int, *, branch: int, beam: int, most_levels: int) -> list[Drawn]:
         """Some levels of each tree, as ``draftwood.kernels.frontier`` picks them; waits for the device once.
 
-        Every session's pages have room for ``Draw.slots(beam)`` behind its context. ``most_levels`` is a limit of any
+        Every session's pages have room for ``beam`` rows a level behind what it has. ``most_levels`` is a limit of any
         draw's, the same from call to call: buffers and graphs are made for it.
         """
         page = self.pool.page_tokens
         ragged = Ragged([first_rows(draw, beam) for draw in draws], page)
-        words = max((draw.rows.context % page + draw.slots(beam) - 1) // WORD_BITS + 1 for draw in draws)
-        requests = next((n for n in REQUESTS if n >= len(draws)), len(draws))
-        words = next((n for n in WORDS if n >= words), words)
-        shape = DrawShape(requests, beam, branch, most_levels, MOST_FIRSTS, words)
+        exact = ragged.shape()
+        rounded = bucket_of(exact, exact.columns) or exact
+        shape = DrawShape(rounded.requests, beam, branch, most_levels, MOST_FIRSTS, rounded.words)
         staging = self._draws.get(shape)
         if staging is None:
             staging = self._draws[shape] = DrawStaging(shape, self.device)
-        side = staging.write(draws, page)
-        self._repeat(ragged, Picks(vocab_size, branch, shape), staging, side, max(draw.levels for draw in draws))
+        side, levels = staging.write(draws, page), max(draw.levels for draw in draws)
+        self._run(ragged, picks=Picks(vocab_size, branch, shape), upload=lambda: staging.upload(side), times=levels)
         return staging.read(draws, page)
-
-    @torch.inference_mode()
-    def _repeat(self, ragged: Ragged, picks: Picks, staging: DrawStaging, side: int, levels: int) -> None:
-        """Forwards, each of the rows that the one before has left."""
-        assert picks.draw
-        draw = picks.draw
-        bucket = self.graphs and self.graphs.bucket(replace(ragged.shape(), words=draw.words, requests=draw.requests))
-        if self.graphs and bucket and (bucket.words, bucket.requests) == (draw.words, draw.requests):
-            ran = self.graphs.run(bucket, ragged, (), picks, lambda: staging.upload(side), levels)
-            if ran is not None:
-                return
-        shape = replace(ragged.shape(self.padding), words=draw.words)
-        forward = assemble(ragged, self.device, self.padding, shape=shape)
-        staging.upload(side)
-        for _ in range(levels):
-            self._compute(forward, picks)
-            forward = replace(forward, attention=replace(forward.attention))  # which keeps what it has worked out
 
     def capture(self, vocab_size: int = 0, branch: int = 0, sizes: Iterable[tuple[int, int]] = COMMON) -> None:
         """Captures graphs for forwards of (rows, requests), and compiles ``move``, before they are wanted.
@@ -265,13 +247,26 @@ class ModelRuntime:
         return Rows(pages, 0, np.zeros(rows, np.int32), at, np.tri(rows, dtype=np.bool_))
 
     @torch.inference_mode()
-    def _run(self, ragged: Ragged, rules: Sequence[SamplingParams] = (), picks: Picks = NOTHING) -> Computed:
-        """By a graph if there is one for it."""
+    def _run(
+        self,
+        ragged: Ragged,
+        rules: Sequence[SamplingParams] = (),
+        picks: Picks = NOTHING,
+        upload: Callable[[], None] = lambda: None,
+        times: int = 1,
+    ) -> Computed:
+        """By a graph if there is one for it; see ``StepGraphs.run``."""
         if self.graphs and (bucket := self.graphs.bucket(ragged.shape())):
-            computed = self.graphs.run(bucket, ragged, rules, picks)
+            computed = self.graphs.run(bucket, ragged, rules, picks, upload, times)
             if computed is not None:
                 return computed
-        return self._compute(assemble(ragged, self.device, self.padding, rules), picks)
+        shape = replace(ragged.shape(self.padding), words=picks.draw.words) if picks.draw else None
+        forward = assemble(ragged, self.device, self.padding, rules, shape)
+        upload()
+        for _ in range(times - 1):
+            self._compute(forward, picks)
+            forward = replace(forward, attention=replace(forward.attention))  # which keeps what it has worked out
+        return self._compute(forward, picks)
 
     def _compute(self, forward: Forward, picks: Picks) -> Computed:
         logits = self.decoder(forward.input_ids, forward.attention, self.cache, forward.logits_rows, self.features)
