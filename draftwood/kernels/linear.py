@@ -16,25 +16,27 @@ product and sum one after the other, there is one rounding less.
 """
 
 # Kernels take pointers and sizes by position, and Triton gives them no Python types.
-# ruff: noqa: PLR0912, PLR0915
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: PLR0912, PLR0915, RUF005
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import get_ident
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwood.kernels.overlap import launch_options, starts_early
+from draftwood.kernels.overlap import EAGER_ROWS, launch_options, starts_early
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # macOS has no Triton; the references serve there
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda plain: plain))
 
@@ -47,10 +49,27 @@ FEWEST_PROGRAMS = {FEWEST_ROWS: 64, MOST_ROWS: 96}
 """Of a product, by the rows that are computed; with fewer, the input is cut as well (measured on an H200)."""
 
 MOST_SPLITS = 4
+
+MOST_AHEAD = 256
+"""Inputs whose weights are loaded at a time: a descriptor's longest side."""
+
+RESERVED_BYTES = 2048
+"""Of a program's shared memory, for sums and barriers."""
+
 MOST_TILES = 96
 """Of a product whose input is cut."""
 
-HOPPER_SHARED_BYTES = 227 << 10
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a plan needs to know of a GPU."""
+
+    shared_bytes: int  # that a program may have
+    multiprocessors: int
+    descriptors: bool  # loads through tensor descriptors (Hopper and later)
+
+
+HOPPER = Device(227 << 10, 132, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +112,7 @@ def linear_add_reference(x: Tensor, weight: Tensor, hidden: Tensor, gain: Tensor
 def _few_rows_kernel(
     x,
     weight,
+    blocks,  # tensor descriptor over the weights, [TILE, AHEAD] at a time, if AHEAD
     bias,  # [out]; read if BIAS
     squares_in,  # read if NORM
     hidden,  # read and written if ADD
@@ -116,6 +136,8 @@ def _few_rows_kernel(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
+    EAGER: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """One program: ``TILE`` columns of the output, for all rows, over one of ``SPLITS`` parts of the input; the last
     program of a tile to end adds the parts up, in order."""
@@ -125,6 +147,17 @@ def _few_rows_kernel(
     column = tile * TILE + tl.arange(0, TILE)
     at = tl.arange(0, STEP)
     dtype = out.dtype.element_ty
+    part: tl.constexpr = INNER // SPLITS
+    first = tl.program_id(1) * part
+    if EARLY and EAGER:
+        tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD:  # all weights of the program, into shared memory; they depend on no kernel
+        ahead = ()
+        up_ahead = ()
+        for k in tl.static_range(0, part, AHEAD):
+            ahead = ahead + (blocks.load([tile * TILE, first + k]),)
+            if GATED:
+                up_ahead = up_ahead + (blocks.load([OUTER + tile * TILE, first + k]),)
     w_at = weight + column.to(tl.int64)[:, None] * INNER + at[None, :]
     x_at = x + row[None, :] * INNER + at[:, None]
     out_at = row[None, :] * OUTER + column[:, None]
@@ -138,13 +171,22 @@ def _few_rows_kernel(
         scale = tl.load(gain + column).to(tl.float32)
     acc = tl.zeros([TILE, ROWS], tl.float32)
     up = tl.zeros([TILE, ROWS], tl.float32)
-    first = tl.program_id(1) * (INNER // SPLITS)
-    for step in range(first, first + INNER // SPLITS, STEP):
-        xs = tl.load(x_at + step, mask=real[None, :], other=0.0)
-        acc = tl.dot(tl.load(w_at + step), xs, acc)
-        if GATED:
-            up = tl.dot(tl.load(w_at + OUTER * INNER + step), xs, up)
-    if EARLY:
+    if AHEAD:
+        inputs = ()
+        for k in tl.static_range(0, part, AHEAD):
+            there = x + row[None, :] * INNER + (first + k + tl.arange(0, AHEAD))[:, None]
+            inputs = inputs + (tl.load(there, mask=real[None, :], other=0.0),)
+        for k in tl.static_range(part // AHEAD):
+            acc = tl.dot(ahead[k], inputs[k], acc)
+            if GATED:
+                up = tl.dot(up_ahead[k], inputs[k], up)
+    else:
+        for step in range(first, first + part, STEP):
+            xs = tl.load(x_at + step, mask=real[None, :], other=0.0)
+            acc = tl.dot(tl.load(w_at + step), xs, acc)
+            if GATED:
+                up = tl.dot(tl.load(w_at + OUTER * INNER + step), xs, up)
+    if EARLY and not EAGER:
         tl.extra.cuda.gdc_launch_dependents()
     if SPLITS > 1:
         size: tl.constexpr = TILE * ROWS
@@ -186,25 +228,23 @@ def _few_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """How a product is cut: rows that are computed, columns of a program, inputs of an iteration, parts of the input,
-    warps, stages."""
+    """How a product is cut."""
 
-    rows: int
-    tile: int
-    step: int
-    splits: int
+    rows: int  # that are computed
+    tile: int  # columns of a program
+    step: int  # inputs of an iteration
+    splits: int  # parts of the input
     warps: int
     stages: int
+    ahead: int = 0  # inputs at a time whose weights are loaded before the kernel before has ended; 0: streamed after it
 
 
-def plan_linear(
-    inner: int, outer: int, matrices: int, rows: int = 1, shared_bytes: int = HOPPER_SHARED_BYTES
-) -> LinearPlan | None:
+def plan_linear(inner: int, outer: int, matrices: int, rows: int = 1, device: Device = HOPPER) -> LinearPlan | None:
     """A plan for ``matrices`` products [outer, inner] of one input, of two bytes a number; None if the sizes are not
     whole tiles.
 
-    ``shared_bytes`` are what a program may have. Measured on an H200: 64 columns to a program, lines of 256 bytes, and
-    so many of them in flight that two programs of a multiprocessor keep memory busy.
+    Measured on an H200: 64 columns to a program, lines of 256 bytes, and so many of them in flight that two programs of
+    a multiprocessor keep memory busy. Small matrices are loaded as a whole, ahead.
     """
     tile = next((t for t in (64, 32) if outer % t == 0), 0)
     step = next((s for s in (128, 64) if inner % s == 0), 0)
@@ -217,8 +257,33 @@ def plan_linear(
     ):
         splits *= 2
     stage_bytes = 2 * step * (tile * matrices + computed)
-    stages = min((6 if computed == FEWEST_ROWS else 5) - (matrices - 1), shared_bytes // stage_bytes)
-    return LinearPlan(computed, tile, step, splits, warps=4, stages=max(1, stages))
+    stages = min((6 if computed == FEWEST_ROWS else 5) - (matrices - 1), device.shared_bytes // stage_bytes)
+    plan = LinearPlan(computed, tile, step, splits, warps=4, stages=max(1, stages))
+    return _ahead(plan, inner, outer, matrices, device) or plan
+
+
+def _ahead(plan: LinearPlan, inner: int, outer: int, matrices: int, device: Device) -> LinearPlan | None:
+    """The plan with the weights loaded ahead, if every program has a multiprocessor and its weights fit shared memory.
+
+    Of a product that is cut anyway a program takes at most half of it, so that one of the next product fits beside it.
+    """
+    splits = plan.splits
+    if not device.descriptors or plan.tile < 64 or plan.rows > FEWEST_ROWS:
+        return None
+    if outer // plan.tile * splits > device.multiprocessors:
+        return None
+
+    def held_bytes() -> int:
+        return 2 * (inner // splits) * (plan.tile * matrices + plan.rows) + RESERVED_BYTES
+
+    while (
+        1 < splits < MOST_SPLITS and held_bytes() > device.shared_bytes // 2 and inner % (2 * splits * plan.step) == 0
+    ):
+        splits *= 2
+    if held_bytes() > device.shared_bytes:
+        return None
+    part = inner // splits
+    return replace(plan, splits=splits, ahead=min(MOST_AHEAD, part & -part))
 
 
 def _launch(
@@ -232,7 +297,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor | None]:
     rows, inner = x.scaled.shape
     outer = len(weight) // (1 + gated)
-    plan = plan or plan_linear(inner, outer, 1 + gated, rows, _shared_bytes(weight.device))
+    plan = plan or plan_linear(inner, outer, 1 + gated, rows, _device(weight.device))
     assert plan and rows <= plan.rows and x.scaled.is_contiguous() and weight.is_contiguous()
     assert x.squares is None or x.squares.shape[1] == plan.rows
     out = torch.empty((rows, outer), dtype=weight.dtype, device=weight.device)
@@ -247,26 +312,37 @@ def _launch(
         arrived = _counters(weight.device, get_ident())
     shares = 1 if x.squares is None else len(x.squares)
     early = starts_early(x.scaled)
+    eager = plan.ahead > 0 or (hidden is None and not gated and rows <= EAGER_ROWS)
+    blocks: Any = weight
+    if plan.ahead:
+        blocks = TensorDescriptor(weight, list(weight.shape), [inner, 1], [plan.tile, plan.ahead])
     with torch.cuda.device_of(weight):
         _few_rows_kernel[(tiles, plan.splits)](
-            x.scaled, weight, weight if bias is None else bias, weight if x.squares is None else x.squares,
+            x.scaled, weight, blocks, weight if bias is None else bias, weight if x.squares is None else x.squares,
             weight if hidden is None else hidden, weight if gain is None else gain, out,
             weight if squares is None else squares, parts, arrived, rows, x.eps,
             INNER=inner, OUTER=outer, ROWS=plan.rows, TILE=plan.tile, STEP=plan.step, SPLITS=plan.splits,
             SHARES=shares, LANES=triton.next_power_of_2(shares), BIAS=bias is not None, NORM=x.squares is not None,
-            GATED=gated, ADD=hidden is not None, EARLY=early, num_warps=plan.warps, num_stages=plan.stages,
-            **launch_options(early),
+            GATED=gated, ADD=hidden is not None, EARLY=early, EAGER=eager, AHEAD=plan.ahead, num_warps=plan.warps,
+            num_stages=plan.stages, **launch_options(early),
         )  # fmt: skip
     return out, squares
 
 
 @lru_cache(maxsize=16)
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have."""
+def _device(device: torch.device) -> Device:
     if device.type != "cuda":
-        return HOPPER_SHARED_BYTES
+        return HOPPER
     found = torch.cuda.get_device_properties(device)
-    return int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
+    shared_bytes = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
+    return Device(shared_bytes, found.multi_processor_count, found.major >= 9)
+
+
+def loads_ahead(weight: Tensor, rows: int) -> bool:
+    """Whether the product of so many rows with ``weight`` [out, in] loads it before the kernel before has ended."""
+    outer, inner = weight.shape
+    plan = plan_linear(inner, outer, 1, rows, _device(weight.device))
+    return plan is not None and plan.ahead > 0
 
 
 @lru_cache(maxsize=16)

@@ -8,20 +8,34 @@ a kernel's end is also the end of all before it. What is read before the wait mu
 its dependents start early.
 
 Programs that start early take the places that the kernel before leaves, which are not evenly spread: kernels that are
-bound by memory let their dependents start when their own reading is done.
+bound by memory let their dependents start when their own reading is done. Where a kernel's programs and the next one's
+fit the device together, it is eager: it lets them start before it waits itself. Several kernels then stand ready one
+behind the other, and weights, lengths and page ids are read while those before them compute.
 """
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS has no Triton
+    triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda plain: plain))
+
 MOST_ROWS = 64
 """Of a forward whose kernels start early. With more rows a kernel has several programs to a multiprocessor, and those
 of the next one among them cost more than they save (measured on an H200)."""
+
+EAGER_ROWS = 16
+"""Of a forward in which the kernels between the first product and attention are eager."""
 
 
 @lru_cache(maxsize=16)
@@ -42,3 +56,13 @@ def starts_early(x: Tensor) -> bool:
 def launch_options(early: bool) -> dict[str, Any]:
     """What to launch a kernel with that starts early."""
     return {"launch_pdl": True} if early else {}
+
+
+@triton.jit
+def wait(eager: tl.constexpr):
+    """In a kernel that starts early: waits for the kernel before, and lets the next one start; first if ``eager``."""
+    if eager:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    if not eager:
+        tl.extra.cuda.gdc_launch_dependents()

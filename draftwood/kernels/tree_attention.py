@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwood.kernels.overlap import can_overlap, launch_options, starts_early
+from draftwood.kernels.overlap import can_overlap, launch_options, starts_early, wait
 from draftwood.kernels.tree_attention_reference import AttentionBatch, tree_attention_reference
 
 try:
@@ -399,6 +399,7 @@ def _tree_attention_kernel(
     start = tl.minimum(first_page + start, stop_page) * tiles
     stop = tl.minimum(first_page + stop, stop_page) * tiles
     page_id = tl.load(table + start // tiles, mask=request < requests, other=0)
+    tail_id = tl.load(table + stop_page, mask=request < requests, other=0)
     if EARLY:  # so far nothing depends on the kernel before
         tl.extra.cuda.gdc_wait()
     packed_rows = (end - begin) * GROUP
@@ -447,26 +448,27 @@ def _tree_attention_kernel(
         best, total, acc = _attend(q, k, v, best, total, acc, visible, scale, cap, WINDOW, SOFTCAP)
         page_id = next_id
 
-    base = stop_page * PAGE
-    end = tl.where(chunk == chunks - 1, keys, base)
-    if end - base > 64:
-        end = tl.minimum(end, base + 32 * _tail_end(words, row, valid, word_count))
-    at_tail = tl.arange(0, TAIL_TILE)
-    page_id = tl.load(table + stop_page)
-    for slot in range(base, end, TAIL_TILE):
-        next_id = tl.load(table + (slot + TAIL_TILE) // PAGE)
-        offset = (page_id.to(tl.int64) * KV_HEADS + kv_head) * block + slot % PAGE * HEAD_DIM
-        inside = slot + at_tail < keys
-        word = tl.load(words + row * word_count + (slot - base) // 32, mask=valid, other=0)
-        visible = ((word[:, None] >> ((slot - base) % 32 + at_tail)[None, :]) & 1) != 0
-        if WINDOW:
-            there_at = request.to(tl.int64) * (32 * word_count) + slot - base + at_tail
-            there = tl.load(tail_position + there_at, mask=inside, other=0)
-            visible = visible & (there[None, :] > (here - window)[:, None])
-        k = _load_keys(key_cache + offset, inside, HEAD_DIM, DIMS, TAIL_TILE, True)
-        v = _load_keys(value_cache + offset, inside, HEAD_DIM, DIMS, TAIL_TILE, True)
-        best, total, acc = _attend(q, k, v, best, total, acc, visible, scale, cap, True, SOFTCAP)
-        page_id = next_id
+    if chunk == chunks - 1:
+        base = stop_page * PAGE
+        end = keys
+        if end - base > 64:
+            end = tl.minimum(end, base + 32 * _tail_end(words, row, valid, word_count))
+        at_tail = tl.arange(0, TAIL_TILE)
+        page_id = tail_id
+        for slot in range(base, end, TAIL_TILE):
+            next_id = tl.load(table + (slot + TAIL_TILE) // PAGE)
+            offset = (page_id.to(tl.int64) * KV_HEADS + kv_head) * block + slot % PAGE * HEAD_DIM
+            inside = slot + at_tail < keys
+            word = tl.load(words + row * word_count + (slot - base) // 32, mask=valid, other=0)
+            visible = ((word[:, None] >> ((slot - base) % 32 + at_tail)[None, :]) & 1) != 0
+            if WINDOW:
+                there_at = request.to(tl.int64) * (32 * word_count) + slot - base + at_tail
+                there = tl.load(tail_position + there_at, mask=inside, other=0)
+                visible = visible & (there[None, :] > (here - window)[:, None])
+            k = _load_keys(key_cache + offset, inside, HEAD_DIM, DIMS, TAIL_TILE, True)
+            v = _load_keys(value_cache + offset, inside, HEAD_DIM, DIMS, TAIL_TILE, True)
+            best, total, acc = _attend(q, k, v, best, total, acc, visible, scale, cap, True, SOFTCAP)
+            page_id = next_id
 
     total = tl.where(total > 0.0, total, 1.0)  # a chunk in which a row sees no key has best = -inf
     normal = acc * (value_scale / total)[:, None]
@@ -499,11 +501,11 @@ def _merge_kernel(
     MERGE_ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     EARLY: tl.constexpr,
+    EAGER: tl.constexpr,
 ):
     """Add up the chunks of a few packed rows, each weighted by its softmax sum, CHUNKS at a time."""
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait(EAGER)
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     packed = tl.program_id(0) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
@@ -554,13 +556,15 @@ def tree_attention_triton(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     plan: LaunchPlan | None = None,
+    eager: bool = False,
 ) -> Tensor:
     """As ``tree_attention_reference``, in two launches, or one where no request can be long. No synchronisation,
     graph-safe.
 
     The caches are contiguous and of the dtype of ``query`` or float8_e4m3fn; the last dimension of ``query`` is
     contiguous; ``scale`` is positive. Every row's position is at least its request's ``context``. Rows after
-    ``row_start[requests]`` are padding and come out as zeros. ``plan`` replaces the one made from shapes.
+    ``row_start[requests]`` are padding and come out as zeros. ``plan`` replaces the one made from shapes;
+    ``eager``: see ``overlap``.
     """
     rows, q_heads, head_dim = query.shape
     _, kv_heads, page, _ = key_cache.shape
@@ -601,7 +605,7 @@ def tree_attention_triton(
             _merge_kernel[-(-rows * group // merge_rows), kv_heads](
                 out, partial, partial_log, merge_from, rows * group, items,
                 GROUP=group, HEAD_DIM=head_dim, DIMS=dims, ROW_TILE=plan.row_tile, MERGE_ROWS=merge_rows,
-                CHUNKS=chunk_tile, EARLY=early, num_warps=4, **launch_options(early),
+                CHUNKS=chunk_tile, EARLY=early, EAGER=eager, num_warps=4, **launch_options(early),
             )  # fmt: skip
     return out
 
@@ -648,14 +652,16 @@ def tree_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     invariant: bool = False,
+    eager: bool = False,
 ) -> Tensor:
     """Tree attention where the tensors live: the kernel on CUDA, the reference elsewhere. See the reference.
 
     ``invariant``: on CUDA, a row's result is the same bit for bit whatever else is in the batch, at some cost in time.
+    ``eager``: the kernel after this one has much to load that no kernel before it writes (``overlap``).
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     options |= {"key_scale": key_scale, "value_scale": value_scale}
     if not query.is_cuda:
         return tree_attention_reference(query, key_cache, value_cache, batch, **options)
     plan = plan_invariant(query, key_cache) if invariant else None
-    return tree_attention_triton(query, key_cache, value_cache, batch, **options, plan=plan)
+    return tree_attention_triton(query, key_cache, value_cache, batch, **options, plan=plan, eager=eager)

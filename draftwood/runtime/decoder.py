@@ -27,7 +27,7 @@ from transformers import (
 
 from draftwood.features import FINAL
 from draftwood.kernels.fused import Heads, add_rms_norm, rotate_and_write, rotation_table, swiglu
-from draftwood.kernels.linear import MOST_ROWS, Normed, linear, linear_add, linear_swiglu, plan_linear
+from draftwood.kernels.linear import MOST_ROWS, Normed, linear, linear_add, linear_swiglu, loads_ahead, plan_linear
 from draftwood.kernels.tree_attention import AttentionBatch, tree_attention
 
 ATTENTION = "draftwood_tree"
@@ -223,16 +223,20 @@ class FusedDecoder:
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         planes = cache.unbind(0)
         for done, (layer, plane, next_norm) in enumerate(zip(self._layers, planes, next_norms, strict=True), start=1):
-            seen = self._attend(linear(x, layer.qkv.weight, layer.qkv.bias), layer, plane, batch, heads)
+            qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
+            seen = self._attend(qkv, layer, plane, batch, heads, eager=loads_ahead(layer.out.weight, len(hidden)))
             x = linear_add(seen, layer.out.weight, hidden, layer.mlp_norm, self._eps)
             x = linear_add(linear_swiglu(x, layer.gate_up.weight), layer.down.weight, hidden, next_norm, self._eps)
             if features and done < len(self._layers):
                 features.write(done, hidden, batch)
 
-    def _attend(self, qkv: Tensor, layer: _Layer, plane: Tensor, batch: AttentionBatch, heads: Heads) -> Tensor:
+    def _attend(
+        self, qkv: Tensor, layer: _Layer, plane: Tensor, batch: AttentionBatch, heads: Heads, *, eager: bool = False
+    ) -> Tensor:
         query = rotate_and_write(qkv, plane, heads, layer.head_norm, self._eps)
         keys, values = plane.unbind(0)
-        return tree_attention(query, keys, values, batch, scale=layer.scale, window=layer.window).flatten(1)
+        seen = tree_attention(query, keys, values, batch, scale=layer.scale, window=layer.window, eager=eager)
+        return seen.flatten(1)
 
 
 def _is_foldable(layer: _Layer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.kernels.linear import (
+    HOPPER,
     MOST_ROWS,
     LinearPlan,
     Normed,
@@ -119,15 +120,31 @@ def test_a_row_does_not_depend_on_its_neighbours(run: Run, dtype: torch.dtype) -
 )
 def test_plans_cut_whole_tiles(sizes: tuple[int, int, int], rows: int, shared_bytes: int) -> None:
     inner, outer, matrices = sizes
-    plan = plan_linear(*sizes, rows, shared_bytes)
+    plan = plan_linear(*sizes, rows, replace(HOPPER, shared_bytes=shared_bytes))
     assert isinstance(plan, LinearPlan) and plan.rows >= rows
     assert outer % plan.tile == 0 and inner % (plan.step * plan.splits) == 0
-    assert plan.stages * 2 * plan.step * (plan.tile * matrices + plan.rows) <= shared_bytes
+    if plan.ahead:
+        assert inner // plan.splits % plan.ahead == 0
+        assert 2 * inner // plan.splits * (plan.tile * matrices + plan.rows) < shared_bytes
+    else:
+        assert plan.stages * 2 * plan.step * (plan.tile * matrices + plan.rows) <= shared_bytes
 
 
 def test_an_input_is_cut_where_there_would_be_few_programs() -> None:
     plan = plan_linear(3072, 1024, 1)
     assert plan is not None and plan.splits == 4
+
+
+def test_weights_are_loaded_ahead_where_every_program_has_a_multiprocessor() -> None:
+    small = [(1024, 4096, 1), (2048, 1024, 1), (1024, 3072, 2), (3072, 1024, 1)]
+    large = [(4096, 6144, 1), (4096, 14336, 2), (14336, 4096, 1)]
+    plans = [plan_linear(*sizes, 8) for sizes in small]
+    assert [plan.ahead for plan in plans if plan] == [256, 256, 256, 256]
+    for sizes in large:
+        assert (plan := plan_linear(*sizes, 8)) and not plan.ahead
+    for sizes in small:
+        assert (plan := plan_linear(*sizes, MOST_ROWS)) and not plan.ahead
+        assert (plan := plan_linear(*sizes, 8, replace(HOPPER, descriptors=False))) and not plan.ahead
 
 
 def test_sizes_that_are_no_whole_tiles_have_no_plan() -> None:

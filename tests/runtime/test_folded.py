@@ -9,6 +9,7 @@ import pytest
 import torch
 from forwards import VOCAB, random_parts
 
+from draftwood.kernels import overlap
 from draftwood.runtime.decoder import FusedDecoder
 from draftwood.runtime.model import ModelRuntime, random_model
 
@@ -55,3 +56,27 @@ def test_folded_products_are_as_near_to_float32_as_the_plain_ones(kind: str) -> 
     plain = runtimes[0].forward(parts).float()
     assert not torch.equal(folded, plain), "the products were not folded"
     assert (folded - want).norm() < 1.3 * (plain - want).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(("requests", "rows"), [(1, 1), (1, 8), (3, 5), (1, 16), (4, 16)])
+def test_kernels_that_start_early_change_no_bit(
+    kind: str, requests: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty forwards by graph, issued one behind the other: whatever kernels read before those before them have ended
+    must not be theirs. With weights that are loaded ahead (small) and with some that are not (wide)."""
+    for size in (512, 2048):
+        found = {}
+        for early in (True, False):
+            monkeypatch.setattr(overlap, "_is_hopper", lambda device, early=early: early)
+            shape = {"model_type": kind} | SHAPE | {"hidden_size": size, "intermediate_size": 3 * size, "head_dim": 64}
+            model = random_model(shape | {"num_hidden_layers": 8}, torch.device("cuda"), torch.bfloat16)
+            runtime = ModelRuntime(model, kv_pages=64, page_tokens=64, longest_tokens=2048)
+            assert isinstance(runtime.decoder, FusedDecoder) and runtime.decoder._folds
+            runtime.cache.normal_(generator=torch.Generator(device="cuda").manual_seed(0))
+            rng = np.random.default_rng(requests + rows)
+            logits = [runtime.forward(random_parts(rng, requests, 64, rows, 700)).clone() for _ in range(40)]
+            found[early] = [*logits, runtime.cache[:, :, :64].clone()]
+        assert all(map(torch.equal, found[True], found[False]))
