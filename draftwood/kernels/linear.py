@@ -66,7 +66,7 @@ class Device:
 
     shared_bytes: int  # that a program may have
     multiprocessors: int
-    descriptors: bool  # loads through tensor descriptors (Hopper and later)
+    wgmma: bool  # products read weights from where a tensor descriptor puts them (Hopper; later ones not tried)
 
 
 HOPPER = Device(227 << 10, 132, True)
@@ -268,7 +268,7 @@ def _ahead(plan: LinearPlan, inner: int, outer: int, matrices: int, device: Devi
     Of a product that is cut anyway a program takes at most half of it, so that one of the next product fits beside it.
     """
     splits = plan.splits
-    if not device.descriptors or plan.tile < 64 or plan.rows > FEWEST_ROWS:
+    if not device.wgmma or plan.tile < 64 or plan.rows > FEWEST_ROWS:
         return None
     if outer // plan.tile * splits > device.multiprocessors:
         return None
@@ -335,7 +335,7 @@ def _device(device: torch.device) -> Device:
         return HOPPER
     found = torch.cuda.get_device_properties(device)
     shared_bytes = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
-    return Device(shared_bytes, found.multi_processor_count, found.major >= 9)
+    return Device(shared_bytes, found.multi_processor_count, found.major == 9)
 
 
 def loads_ahead(weight: Tensor, rows: int) -> bool:
