@@ -12,8 +12,12 @@ export RAY_USAGE_STATS_ENABLED := 0
 demo: $(READY)
 	@$(BIN)/draftwood demo
 
+# Tests that start no process and wait for nobody run side by side, with one thread each.
+SIDE_BY_SIDE := tests/kernels tests/runtime tests/draft_service tests/verifier_service
+
 test: $(READY)
-	$(BIN)/pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n auto --dist worksteal $(SIDE_BY_SIDE)
+	$(BIN)/pytest -m "not gpu" $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
 test-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu_tests.py
