@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwood.kernels.device import Gpu, gpu_of
 from draftwood.kernels.overlap import EAGER_ROWS, launch_options, starts_early
 
 try:
@@ -51,7 +52,7 @@ FEWEST_PROGRAMS = {FEWEST_ROWS: 64, MOST_ROWS: 96}
 MOST_SPLITS = 4
 
 MOST_AHEAD = 256
-"""Inputs whose weights are loaded at a time: a descriptor's longest side."""
+"""Inputs whose weights are loaded at a time (measured on an H200: 128 and 512 are slower)."""
 
 RESERVED_BYTES = 2048
 """Of a program's shared memory, for sums and barriers."""
@@ -60,16 +61,7 @@ MOST_TILES = 96
 """Of a product whose input is cut."""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a plan needs to know of a GPU."""
-
-    shared_bytes: int  # that a program may have
-    multiprocessors: int
-    wgmma: bool  # products read weights from where a tensor descriptor puts them (Hopper; later ones not tried)
-
-
-HOPPER = Device(227 << 10, 132, True)
+HOPPER = Gpu(multiprocessors=132, shared_bytes=227 << 10, capability=9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +231,7 @@ class LinearPlan:
     ahead: int = 0  # inputs at a time whose weights are loaded before the kernel before has ended; 0: streamed after it
 
 
-def plan_linear(inner: int, outer: int, matrices: int, rows: int = 1, device: Device = HOPPER) -> LinearPlan | None:
+def plan_linear(inner: int, outer: int, matrices: int, rows: int = 1, device: Gpu = HOPPER) -> LinearPlan | None:
     """A plan for ``matrices`` products [outer, inner] of one input, of two bytes a number; None if the sizes are not
     whole tiles.
 
@@ -262,13 +254,14 @@ def plan_linear(inner: int, outer: int, matrices: int, rows: int = 1, device: De
     return _ahead(plan, inner, outer, matrices, device) or plan
 
 
-def _ahead(plan: LinearPlan, inner: int, outer: int, matrices: int, device: Device) -> LinearPlan | None:
+def _ahead(plan: LinearPlan, inner: int, outer: int, matrices: int, device: Gpu) -> LinearPlan | None:
     """The plan with the weights loaded ahead, if every program has a multiprocessor and its weights fit shared memory.
 
+    On Hopper only: products read them where a tensor descriptor has put them. Later GPUs have not been tried.
     Of a product that is cut anyway a program takes at most half of it, so that one of the next product fits beside it.
     """
     splits = plan.splits
-    if not device.wgmma or plan.tile < 64 or plan.rows > FEWEST_ROWS:
+    if device.capability != 9 or plan.tile < 64 or plan.rows > FEWEST_ROWS:
         return None
     if outer // plan.tile * splits > device.multiprocessors:
         return None
@@ -297,7 +290,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor | None]:
     rows, inner = x.scaled.shape
     outer = len(weight) // (1 + gated)
-    plan = plan or plan_linear(inner, outer, 1 + gated, rows, _device(weight.device))
+    plan = plan or plan_linear(inner, outer, 1 + gated, rows, _device(weight))
     assert plan and rows <= plan.rows and x.scaled.is_contiguous() and weight.is_contiguous()
     assert x.squares is None or x.squares.shape[1] == plan.rows
     out = torch.empty((rows, outer), dtype=weight.dtype, device=weight.device)
@@ -329,19 +322,14 @@ def _launch(
     return out, squares
 
 
-@lru_cache(maxsize=16)
-def _device(device: torch.device) -> Device:
-    if device.type != "cuda":
-        return HOPPER
-    found = torch.cuda.get_device_properties(device)
-    shared_bytes = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
-    return Device(shared_bytes, found.multi_processor_count, found.major == 9)
+def _device(weight: Tensor) -> Gpu:
+    return gpu_of(weight.device) if weight.is_cuda else HOPPER
 
 
 def loads_ahead(weight: Tensor, rows: int) -> bool:
     """Whether the product of so many rows with ``weight`` [out, in] loads it before the kernel before has ended."""
     outer, inner = weight.shape
-    plan = plan_linear(inner, outer, 1, rows, _device(weight.device))
+    plan = plan_linear(inner, outer, 1, rows, _device(weight))
     return plan is not None and plan.ahead > 0
 
 

@@ -17,12 +17,13 @@ behind the other, and weights, lengths and page ids are read while those before 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from draftwood.kernels.device import gpu_of
 
 try:
     import triton
@@ -38,9 +39,8 @@ EAGER_ROWS = 16
 """Of a forward in which the kernels between the first product and attention are eager."""
 
 
-@lru_cache(maxsize=16)
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return gpu_of(device).capability >= 9
 
 
 def can_overlap(tensor: Tensor) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwood.kernels.device import gpu_of
 from draftwood.kernels.overlap import can_overlap, launch_options, starts_early, wait
 from draftwood.kernels.tree_attention_reference import AttentionBatch, tree_attention_reference
 
@@ -145,9 +146,8 @@ def _device(query: Tensor) -> _Device:
     narrow = query.element_size() <= 2
     if not query.is_cuda:
         return _Device(multiprocessors=4, shared_bytes=65536, tensor_cores=narrow, hopper=False)
-    found = torch.cuda.get_device_properties(query.device)
-    shared_bytes = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-    return _Device(found.multi_processor_count, shared_bytes, found.major >= 8 and narrow, found.major >= 9)
+    gpu = gpu_of(query.device)
+    return _Device(gpu.multiprocessors, gpu.shared_bytes, gpu.capability >= 8 and narrow, gpu.capability >= 9)
 
 
 @triton.jit

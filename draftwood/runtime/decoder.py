@@ -222,9 +222,10 @@ class FusedDecoder:
         x = Normed(add_rms_norm(hidden, None, self._layers[0].input_norm, self._eps), None, self._eps)
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         planes = cache.unbind(0)
+        eager = loads_ahead(self._layers[0].out.weight, len(hidden))
         for done, (layer, plane, next_norm) in enumerate(zip(self._layers, planes, next_norms, strict=True), start=1):
             qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
-            seen = self._attend(qkv, layer, plane, batch, heads, eager=loads_ahead(layer.out.weight, len(hidden)))
+            seen = self._attend(qkv, layer, plane, batch, heads, eager=eager)
             x = linear_add(seen, layer.out.weight, hidden, layer.mlp_norm, self._eps)
             x = linear_add(linear_swiglu(x, layer.gate_up.weight), layer.down.weight, hidden, next_norm, self._eps)
             if features and done < len(self._layers):

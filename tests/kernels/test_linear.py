@@ -144,7 +144,7 @@ def test_weights_are_loaded_ahead_where_every_program_has_a_multiprocessor() -> 
         assert (plan := plan_linear(*sizes, 8)) and not plan.ahead
     for sizes in small:
         assert (plan := plan_linear(*sizes, MOST_ROWS)) and not plan.ahead
-        assert (plan := plan_linear(*sizes, 8, replace(HOPPER, wgmma=False))) and not plan.ahead
+        assert (plan := plan_linear(*sizes, 8, replace(HOPPER, capability=8))) and not plan.ahead
 
 
 def test_sizes_that_are_no_whole_tiles_have_no_plan() -> None:
