@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwood.kernels.overlap import EAGER_ROWS, launch_options, starts_early, wait
+from draftwood.kernels.overlap import launch_options, starts_early, wait
 
 try:
     import triton
@@ -175,7 +175,6 @@ def _rotate_and_write_kernel(
     TILE: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
-    EAGER: tl.constexpr,
 ):
     """One program: a few heads of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -199,7 +198,7 @@ def _rotate_and_write_kernel(
         weight_1 = tl.load(weight, mask=weighted, other=0.0).to(tl.float32)
         weight_2 = tl.load(weight + half, mask=weighted, other=0.0).to(tl.float32)
     if EARLY:
-        wait(EAGER)
+        wait(True)
     there = qkv + (row * (Q_HEADS + 2 * KV_HEADS) + head)[:, None] * HEAD_DIM + dim[None, :]
     raw_1 = tl.load(there, mask=filled, other=0.0)
     raw_2 = tl.load(there + half, mask=filled, other=0.0)
@@ -238,7 +237,7 @@ def rotate_and_write_triton(
             pages, eps,
             Q_HEADS=heads.query, KV_HEADS=kv_heads, PAGE=page, HEAD_DIM=head_dim,
             HALF=triton.next_power_of_2(head_dim // 2), TILE=HEADS_TILE, NORM=norm is not None,
-            EARLY=early, EAGER=len(qkv) <= EAGER_ROWS, num_warps=2 if head_dim > 128 else 1, **launch_options(early),
+            EARLY=early, num_warps=2 if head_dim > 128 else 1, **launch_options(early),
         )  # fmt: skip
     return qkv.view(len(qkv), count, head_dim)[:, : heads.query]
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.kernels.device import Gpu, gpu_of
-from draftwood.kernels.overlap import EAGER_ROWS, launch_options, starts_early
+from draftwood.kernels.overlap import launch_options, starts_early
 
 try:
     import triton
@@ -41,18 +41,29 @@ try:
 except ImportError:  # macOS has no Triton; the references serve there
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda plain: plain))
 
-FEWEST_ROWS = 16
-"""Computed even if there are fewer: what a tensor core's instruction takes."""
+ROWS = (16, 32, 64)
+"""Numbers of rows that are computed, whatever fewer there are."""
 
-MOST_ROWS = 64
+MOST_ROWS = ROWS[-1]
 
-FEWEST_PROGRAMS = {FEWEST_ROWS: 64, MOST_ROWS: 96}
-"""Of a product, by the rows that are computed; with fewer, the input is cut as well (measured on an H200)."""
+FEWEST_PROGRAMS, FEWEST_LONG_PROGRAMS = 64, 96
+"""Of a product; with fewer, the input is cut as well (measured on an H200). The latter for LONG numbers of input."""
+
+LONG = 64 * 4096
 
 MOST_SPLITS = 4
 
+LOADED_BYTES = {1: 164 << 10, 2: 200 << 10}
+"""In shared memory of a program, most, by the matrices (measured on an H200)."""
+
+MOST_STAGES = 8
+
 MOST_AHEAD = 256
 """Inputs whose weights are loaded at a time (measured on an H200: 128 and 512 are slower)."""
+
+FEWEST_AHEAD = {16: 64, 32: 256}
+"""The same, at least, by the rows that are computed: pieces are loaded one after the other, and smaller ones, or those
+of more rows, are streamed (measured on an H200)."""
 
 RESERVED_BYTES = 2048
 """Of a program's shared memory, for sums and barriers."""
@@ -242,28 +253,27 @@ def plan_linear(inner: int, outer: int, matrices: int, rows: int = 1, device: Gp
     step = next((s for s in (128, 64) if inner % s == 0), 0)
     if not tile or not step or rows > MOST_ROWS:
         return None
-    computed = FEWEST_ROWS if rows <= FEWEST_ROWS else MOST_ROWS
+    computed = next(size for size in ROWS if rows <= size)
+    fewest = FEWEST_LONG_PROGRAMS if computed * inner >= LONG else FEWEST_PROGRAMS
     splits = 1
-    while (
-        splits < MOST_SPLITS and outer // tile * splits < FEWEST_PROGRAMS[computed] and inner % (2 * splits * step) == 0
-    ):
+    while splits < MOST_SPLITS and outer // tile * splits < fewest and inner % (2 * splits * step) == 0:
         splits *= 2
     stage_bytes = 2 * step * (tile * matrices + computed)
-    stages = min((6 if computed == FEWEST_ROWS else 5) - (matrices - 1), device.shared_bytes // stage_bytes)
-    plan = LinearPlan(computed, tile, step, splits, warps=4, stages=max(1, stages))
+    in_memory = min(LOADED_BYTES[matrices], device.shared_bytes) // stage_bytes
+    iterations = inner // splits // step
+    stages = max(1, min(MOST_STAGES, in_memory, iterations + 1))  # of which one less are on their way at a time
+    plan = LinearPlan(computed, tile, step, splits, warps=4, stages=stages)
     return _ahead(plan, inner, outer, matrices, device) or plan
 
 
 def _ahead(plan: LinearPlan, inner: int, outer: int, matrices: int, device: Gpu) -> LinearPlan | None:
-    """The plan with the weights loaded ahead, if every program has a multiprocessor and its weights fit shared memory.
+    """The plan with the weights loaded ahead, if all programs fit the device with theirs in shared memory.
 
     On Hopper only: products read them where a tensor descriptor has put them. Later GPUs have not been tried.
     Of a product that is cut anyway a program takes at most half of it, so that one of the next product fits beside it.
     """
     splits = plan.splits
-    if device.capability != 9 or plan.tile < 64 or plan.rows > FEWEST_ROWS:
-        return None
-    if outer // plan.tile * splits > device.multiprocessors:
+    if device.capability != 9 or plan.tile < 64 or plan.rows not in FEWEST_AHEAD:
         return None
 
     def held_bytes() -> int:
@@ -273,10 +283,12 @@ def _ahead(plan: LinearPlan, inner: int, outer: int, matrices: int, device: Gpu)
         1 < splits < MOST_SPLITS and held_bytes() > device.shared_bytes // 2 and inner % (2 * splits * plan.step) == 0
     ):
         splits *= 2
-    if held_bytes() > device.shared_bytes:
-        return None
     part = inner // splits
-    return replace(plan, splits=splits, ahead=min(MOST_AHEAD, part & -part))
+    ahead = min(MOST_AHEAD, part & -part)
+    programs, places = outer // plan.tile * splits, device.shared_bytes // held_bytes() * device.multiprocessors
+    if programs > places or ahead < FEWEST_AHEAD[plan.rows]:
+        return None
+    return replace(plan, splits=splits, ahead=ahead)
 
 
 def _launch(
@@ -305,7 +317,7 @@ def _launch(
         arrived = _counters(weight.device, get_ident())
     shares = 1 if x.squares is None else len(x.squares)
     early = starts_early(x.scaled)
-    eager = plan.ahead > 0 or (hidden is None and not gated and rows <= EAGER_ROWS)
+    eager = plan.ahead > 0 or (hidden is None and not gated)
     blocks: Any = weight
     if plan.ahead:
         blocks = TensorDescriptor(weight, list(weight.shape), [inner, 1], [plan.tile, plan.ahead])

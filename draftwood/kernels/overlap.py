@@ -10,7 +10,8 @@ its dependents start early.
 Programs that start early take the places that the kernel before leaves, which are not evenly spread: kernels that are
 bound by memory let their dependents start when their own reading is done. Where a kernel's programs and the next one's
 fit the device together, it is eager: it lets them start before it waits itself. Several kernels then stand ready one
-behind the other, and weights, lengths and page ids are read while those before them compute.
+behind the other, and weights, lengths and page ids are read while those before them compute. From a layer's first
+product to attention all are.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -34,9 +35,6 @@ except ImportError:  # macOS has no Triton
 MOST_ROWS = 64
 """Of a forward whose kernels start early. With more rows a kernel has several programs to a multiprocessor, and those
 of the next one among them cost more than they save (measured on an H200)."""
-
-EAGER_ROWS = 16
-"""Of a forward in which the kernels between the first product and attention are eager."""
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -56,6 +56,9 @@ MERGED_CHUNKS = 16
 
 MERGED_VALUES = 8192
 
+FILLED = 0.75
+"""Of the multiprocessors, at least, where a program has one to itself."""
+
 INVARIANT_CHUNK = 1024
 """Keys of every chunk where results must not depend on the batch."""
 
@@ -90,18 +93,22 @@ def plan_launch(query: Tensor, key_cache: Tensor, batch: AttentionBatch) -> Laun
     """Plan from shapes. Mean rows per request give the row tile, which decides everything else.
 
     Measured on an H200 (`docs/kernels.md`): 16 rows win where every one of many requests has a plain row; else 64 rows
-    do, as wgmma starts there and two programs share a multiprocessor; 128 rows never win. Where all rows fit one tile
-    and there are few requests, these are cut into so many chunks that half as many, one program to a multiprocessor,
-    read no slower and are merged faster; a launch for few requests also starts early. With ``requests`` rounded up for
-    a captured graph a request may have more rows than the mean says, which costs time, nothing else.
+    do, as wgmma starts there and two programs share a multiprocessor; 128 rows never win. Where the rows of a request
+    fit one tile and equal chunks leave few multiprocessors without one, there are half as many chunks, one program to a
+    multiprocessor: these read no slower and are merged faster, if at all. A launch for few requests also starts early.
+    With ``requests`` rounded up for a captured graph a request may have more rows than the mean says, which costs time,
+    nothing else.
     """
     rows, q_heads, _ = query.shape
     kv_heads, requests = key_cache.shape[1], batch.block_table.shape[0]
     group, device = q_heads // kv_heads, _device(query)
     wgmma = device.hopper and device.tensor_cores
-    few = 4 * requests * kv_heads <= device.multiprocessors
-    alone = wgmma and few and rows * group <= 64
-    if not device.tensor_cores or (rows <= requests and group <= 16 and not alone):
+    plain = rows <= requests and group <= 16
+    heads = requests * kv_heads
+    few = 4 * heads <= device.multiprocessors
+    filled = device.multiprocessors // heads * heads >= FILLED * device.multiprocessors
+    alone = wgmma and rows * group <= 64 * requests and filled and (few or not plain)
+    if not device.tensor_cores or (plain and not alone):
         row_tile = 16
     elif wgmma:
         row_tile = 64
@@ -621,10 +628,11 @@ def _most_items(plan: LaunchPlan, packed_rows: int, requests: int, columns: int,
 def _merge_tile(
     plan: LaunchPlan, packed_rows: int, requests: int, columns: int, kv_heads: int, dims: int
 ) -> tuple[int, int]:
-    """Chunks and packed rows that a merging program adds up at once: as many chunks as a tile is likely cut into."""
+    """Chunks and packed rows that a merging program adds up at once: as many chunks as a tile is likely cut into, and
+    not very few where one request may be much longer than the others."""
     tiles = max(requests, packed_rows // plan.row_tile, 1)
     likely = min(plan.slots // (kv_heads * tiles), columns // plan.min_chunk + 1)
-    chunks = min(MERGED_CHUNKS, max(8, triton.next_power_of_2(likely)))
+    chunks = min(MERGED_CHUNKS, max(2 if requests == 1 else 4, triton.next_power_of_2(likely)))
     if plan.fixed_chunk:
         chunks = 8  # whatever the batch
     return chunks, max(1, MERGED_VALUES // dims // chunks)

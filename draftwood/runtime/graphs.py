@@ -28,11 +28,11 @@ from draftwood.telemetry import get_logger
 log = get_logger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-REQUESTS = (1, 4, 16, 64, 256)
+REQUESTS = (1, 4, 8, 12, 16, 64, 256)
 WORDS = (4, 12)
 """Mask words of a row. With pages of 64 tokens: tails of up to 65 tokens, and of up to 321."""
 
-COMMON = tuple((rows, requests) for requests in (1, 4, 16) for rows in ROWS if requests <= rows <= 128)
+COMMON = tuple((rows, requests) for requests in REQUESTS[:5] for rows in ROWS if requests <= rows <= 128)
 """(rows, requests) of the forwards that a service captures before it says that it is ready."""
 
 WARM_UPS = 2

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwood.kernels.device import Gpu
 from draftwood.kernels.linear import (
     HOPPER,
     MOST_ROWS,
@@ -53,7 +54,7 @@ CASES = [
     pytest.param(INTERPRETED, torch.float16, id="kernel-float16", marks=NO_GPU),
     *[pytest.param(COMPILED, t, id=f"compiled-{str(t)[6:]}", marks=ON_GPU) for t in (torch.float16, torch.bfloat16)],
 ]
-ROWS = [1, 5, 16, 33, MOST_ROWS]
+ROWS = [1, 5, 16, 17, 33, MOST_ROWS]
 
 
 def near(got: Tensor, want: Tensor) -> None:
@@ -130,21 +131,34 @@ def test_plans_cut_whole_tiles(sizes: tuple[int, int, int], rows: int, shared_by
         assert plan.stages * 2 * plan.step * (plan.tile * matrices + plan.rows) <= shared_bytes
 
 
+def splits_of(*sizes: int) -> int:
+    plan = plan_linear(*sizes)
+    assert plan is not None
+    return plan.splits
+
+
 def test_an_input_is_cut_where_there_would_be_few_programs() -> None:
-    plan = plan_linear(3072, 1024, 1)
-    assert plan is not None and plan.splits == 4
+    assert splits_of(3072, 1024, 1) == 4
+    assert [splits_of(14336, 4096, 1, rows) for rows in (16, 32, 64)] == [1, 2, 2]
+    assert [splits_of(4096, 4096, 1, rows) for rows in (16, 32, 64)] == [1, 1, 2]
 
 
-def test_weights_are_loaded_ahead_where_every_program_has_a_multiprocessor() -> None:
+def ahead_of(sizes: tuple[int, int, int], rows: int, device: Gpu = HOPPER) -> int:
+    plan = plan_linear(*sizes, rows, device)
+    assert plan is not None
+    return plan.ahead
+
+
+def test_weights_are_loaded_ahead_where_all_programs_fit_the_device() -> None:
     small = [(1024, 4096, 1), (2048, 1024, 1), (1024, 3072, 2), (3072, 1024, 1)]
-    large = [(4096, 6144, 1), (4096, 14336, 2), (14336, 4096, 1)]
-    plans = [plan_linear(*sizes, 8) for sizes in small]
-    assert [plan.ahead for plan in plans if plan] == [256, 256, 256, 256]
-    for sizes in large:
-        assert (plan := plan_linear(*sizes, 8)) and not plan.ahead
+    large = [(4096, 6144, 1), (4096, 4096, 1), (4096, 14336, 2), (14336, 4096, 1)]
+    for rows in (8, 32):
+        assert [ahead_of(sizes, rows) for sizes in small] == [256, 256, 256, 256]
+        assert [ahead_of(sizes, rows) for sizes in large] == [0, 0, 0, 0]
     for sizes in small:
-        assert (plan := plan_linear(*sizes, MOST_ROWS)) and not plan.ahead
-        assert (plan := plan_linear(*sizes, 8, replace(HOPPER, capability=8))) and not plan.ahead
+        assert not ahead_of(sizes, MOST_ROWS) and not ahead_of(sizes, 8, replace(HOPPER, capability=8))
+    small_pieces = (576, 960, 1)
+    assert ahead_of(small_pieces, 16) == 64 and not ahead_of(small_pieces, 32)
 
 
 def test_sizes_that_are_no_whole_tiles_have_no_plan() -> None:

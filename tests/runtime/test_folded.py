@@ -61,7 +61,7 @@ def test_folded_products_are_as_near_to_float32_as_the_plain_ones(kind: str) -> 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize(("requests", "rows"), [(1, 1), (1, 8), (3, 5), (1, 16), (4, 16)])
+@pytest.mark.parametrize(("requests", "rows"), [(1, 1), (1, 8), (3, 5), (1, 16), (2, 16), (4, 16)])
 def test_kernels_that_start_early_change_no_bit(
     kind: str, requests: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
