@@ -220,7 +220,8 @@ def _rotate_and_write_kernel(
     tl.store(to + half, out_2, mask=filled & (is_query == 0))
 
 
-HEADS_TILE = 4
+HEADS_TILE = 16
+"""Of a program (measured on an H200: with 4 a step of 96 rows takes 1.3 % longer)."""
 
 
 def rotate_and_write_triton(
@@ -237,7 +238,7 @@ def rotate_and_write_triton(
             pages, eps,
             Q_HEADS=heads.query, KV_HEADS=kv_heads, PAGE=page, HEAD_DIM=head_dim,
             HALF=triton.next_power_of_2(head_dim // 2), TILE=HEADS_TILE, NORM=norm is not None,
-            EARLY=early, num_warps=2 if head_dim > 128 else 1, **launch_options(early),
+            EARLY=early, num_warps=8 if head_dim > 128 else 4, **launch_options(early),
         )  # fmt: skip
     return qkv.view(len(qkv), count, head_dim)[:, : heads.query]
 

@@ -714,6 +714,27 @@ def test_the_plan_knows_how_many_programs_fit(geometry: Geometry, new: int, monk
     assert plan.slots <= device.multi_processor_count * fit
 
 
+@pytest.mark.parametrize(
+    ("requests", "nodes", "alone"),
+    [
+        *[(1, 1, True), (4, 1, True), (2, 16, True), (8, 16, True), (13, 16, True), (16, 16, True)],
+        *[(8, 1, False), (1, 32, False), (6, 16, False), (9, 16, False), (12, 16, False), (17, 16, False)],
+    ],
+)
+def test_a_program_has_a_multiprocessor_where_equal_chunks_fill_the_device(
+    requests: int, nodes: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a Hopper GPU, 32 query heads and 8 key/value heads."""
+    hopper = module._Device(multiprocessors=132, shared_bytes=227 << 10, tensor_cores=True, hopper=True)
+    monkeypatch.setattr(module, "_device", lambda query: hopper)
+    query, cache = torch.empty(requests * nodes, 32, 128), torch.empty(1, 8, 64, 128)
+    query, cache = query.bfloat16(), cache.bfloat16()
+    zeros = torch.zeros(requests, 40, dtype=torch.int32)
+    plan = plan_launch(query, cache, AttentionBatch(zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros))
+    assert (plan.slots == 132) == alone
+    assert (plan.stages == 4) == alone
+
+
 @gpu
 @pytest.mark.parametrize("batch_size", range(1, 66))
 def test_bug_28_every_batch_size_in_its_bucket_compiled(batch_size: int) -> None:
