@@ -47,9 +47,10 @@ ROWS = (16, 32, 64)
 MOST_ROWS = ROWS[-1]
 
 FEWEST_PROGRAMS, FEWEST_LONG_PROGRAMS = 64, 96
-"""Of a product; with fewer, the input is cut as well (measured on an H200). The latter for LONG numbers of input."""
+"""Of a product; with fewer, the input is cut as well (measured on an H200). The latter for a LONG input."""
 
 LONG = 64 * 4096
+"""Numbers that a program reads of an input, rows times size, from which on more programs are worth adding up parts."""
 
 MOST_SPLITS = 4
 

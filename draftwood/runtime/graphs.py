@@ -32,7 +32,7 @@ REQUESTS = (1, 4, 8, 12, 16, 64, 256)
 WORDS = (4, 12)
 """Mask words of a row. With pages of 64 tokens: tails of up to 65 tokens, and of up to 321."""
 
-COMMON = tuple((rows, requests) for requests in REQUESTS[:5] for rows in ROWS if requests <= rows <= 128)
+COMMON = tuple((rows, n) for n in REQUESTS if n <= 16 for rows in ROWS if n <= rows <= 128)
 """(rows, requests) of the forwards that a service captures before it says that it is ready."""
 
 WARM_UPS = 2

@@ -727,8 +727,7 @@ def test_a_program_has_a_multiprocessor_where_equal_chunks_fill_the_device(
     """On a Hopper GPU, 32 query heads and 8 key/value heads."""
     hopper = module._Device(multiprocessors=132, shared_bytes=227 << 10, tensor_cores=True, hopper=True)
     monkeypatch.setattr(module, "_device", lambda query: hopper)
-    query, cache = torch.empty(requests * nodes, 32, 128), torch.empty(1, 8, 64, 128)
-    query, cache = query.bfloat16(), cache.bfloat16()
+    query, cache = (torch.empty(*size, dtype=torch.bfloat16) for size in ((requests * nodes, 32, 128), (1, 8, 64, 128)))
     zeros = torch.zeros(requests, 40, dtype=torch.int32)
     plan = plan_launch(query, cache, AttentionBatch(zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros))
     assert (plan.slots == 132) == alone
