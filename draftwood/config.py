@@ -46,6 +46,8 @@ OF_TOPOLOGY = {
 }
 """Settings that only some topologies have a use for."""
 MOST_CHILDREN = 64
+FEWEST_LOOKS = 4
+"""At the load within the window after which a pool shrinks."""
 HEAD_KINDS = ("eagle", "mtp", "medusa", "block")
 """Kinds that work on the target's features (``draftwood.features``)."""
 MOST_MTP_DEPTH = 3
@@ -442,6 +444,13 @@ class AutoscalingSettings(_Section):
     place_s: float = Field(
         20.0, gt=0, description="a worker that has not started by then has no node, unless Ray's autoscaler brings one"
     )
+
+    @model_validator(mode="after")
+    def _window_has_looks(self) -> AutoscalingSettings:
+        if self.down_window_s < FEWEST_LOOKS * self.fast_s:
+            least = f"{FEWEST_LOOKS} looks, {FEWEST_LOOKS * self.fast_s:g} s"
+            raise ValueError(f"down_window_s is {self.down_window_s:g}, it must hold {least}, at least")
+        return self
 
 
 class ScalingSettings(_Section):

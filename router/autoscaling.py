@@ -9,7 +9,8 @@ Each pool goes by signals of its own. A GPU's utilisation is none: it is near 10
 - *Fast loop*, every ``fast_s``: if the need has been above the size in two looks, the size becomes the need.
 - *Slow loop*, every ``slow_s``: if the largest need of the last ``down_window_s``, by pressures smoothed over a few
   looks, is below the size, the size falls towards it by a quarter, at least by one. A pool that had to grow again soon
-  after it has shrunk waits twice as long the next time.
+  after it has shrunk waits twice as long the next time. A window with a gap tells nothing and begins anew: the first
+  looks after one, as when the routers were away, see few of the workers and little of the load.
 
 So a pool grows within seconds and shrinks within minutes. Between ``SLACK`` and 1 the pressure changes nothing.
 """
@@ -32,6 +33,8 @@ CONFIRMING = 2
 """Looks in a row that must agree before a pool grows."""
 SHRINK_SHARE = 0.25
 MOST_PATIENCE = 4.0
+MOST_GAP = 0.5
+"""Of the down window that may pass between two looks."""
 SMOOTH = 0.2
 """Weight of one look in the pressure that the slow loop goes by."""
 
@@ -75,7 +78,7 @@ class Look:
             return self.wanted
         if pressure > 1:
             return math.ceil(self.ready * min(pressure, MOST_GROWTH))
-        return min(self.ready, math.ceil(self.ready * pressure / SLACK))
+        return min(max(self.ready, self.wanted), math.ceil(self.ready * pressure / SLACK))
 
     def clamp(self, count: int) -> int:
         """Within the pool's limits and the room; one worker stays, or nobody could tell what is needed."""
@@ -160,7 +163,9 @@ class Autoscaler:
         return look.wanted, "needs more, but its limits or the nodes allow none" if held else "as it should be"
 
     def _observe(self, now: float, look: Look, memory: Memory) -> None:
-        if memory.since_s is None:
+        latest = memory.needs[-1][0] if memory.needs else -math.inf
+        if memory.since_s is None or now - latest > MOST_GAP * memory.window_s(self._settings):
+            memory.needs.clear()
             memory.since_s = now
         memory.last.append(look.need)
         before = look.pressure if memory.pressure is None else memory.pressure

@@ -12,6 +12,7 @@ sizes wanted in the router's status.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ HANDOVER_POLL_S = 0.1
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 1.0, 60.0
 """Wait after a worker could not start, doubled with each that could not."""
 
+BLIND_LOOKS = 10
+"""So many looks left out are a gap: how long a worker was away before it is not held against it."""
 ROOM_S = 300.0
 """How long the number of workers that there are nodes for is believed."""
 
@@ -168,6 +171,7 @@ class Controller:
         self._settings = settings
         self._clock = clock
         self._workers: dict[str, WorkerState] = {}
+        self._looked_s = self._seeing_since_s = -math.inf
         self._changed = asyncio.Event()
         self.adopted = False
         """Whether ``run`` has taken over what a former controller left: sizes set before that would be lost."""
@@ -217,6 +221,7 @@ class Controller:
         """One look at the workers, and what follows from it."""
         self._workers = {state.worker_id: state for state in await self._fleet.workers()}
         existing = await self._fleet.existing()
+        self._note_look()
         self._autoscale()
         await self._request_nodes()
         for pool in self._pools.values():
@@ -225,6 +230,19 @@ class Controller:
             self._fill(pool)
             self._shrink(pool)
         await self._fleet.publish(self.states())
+
+    def _note_look(self) -> None:
+        now = self._clock()
+        if now - self._looked_s > BLIND_LOOKS * self._settings.check_s:
+            self._seeing_since_s = now
+        self._looked_s = now
+        for pool in self._pools.values():
+            for member in pool.members.values():
+                member.seen = member.seen or member.worker_id in self._workers
+
+    def _seen_for(self, since_s: float) -> float:
+        """Seconds since then, or since the last gap."""
+        return self._clock() - max(since_s, self._seeing_since_s)
 
     def scale(self, asked: Mapping[str, int]) -> tuple[PoolState, ...]:
         """Sets the sizes wanted, all or none. Raises POOL_UNKNOWN, POOL_LIMIT."""
@@ -263,7 +281,7 @@ class Controller:
         if self._asks_for_nodes:
             return None
         now = self._clock()
-        late = [m for m in pool.staying if not m.seen and now - m.created_s > self._settings.auto.place_s]
+        late = [m for m in pool.staying if not m.seen and self._seen_for(m.created_s) > self._settings.auto.place_s]
         if late:
             pool.room, pool.room_until = len(pool.staying) - len(late), now + ROOM_S
         elif now >= pool.room_until:
@@ -331,12 +349,11 @@ class Controller:
         now = self._clock()
         for member in pool.staying:
             state = self._workers.get(member.worker_id)
-            member.seen = member.seen or state is not None
             if not member.seen or (state and state.health != "LOST"):
                 member.lost_since = None
             elif member.lost_since is None:
                 member.lost_since = now
-            elif now - member.lost_since >= self._settings.replace_lost_s:
+            elif self._seen_for(member.lost_since) >= self._settings.replace_lost_s:
                 log.warning("worker_given_up", worker_id=member.worker_id, lost_s=now - member.lost_since)
                 await self._end(pool, member)
 

@@ -24,6 +24,8 @@ LOAD_INTERVAL_S = 0.05
 LAST_WORDS_S = 0.2
 """For streams that are ending by themselves when a server stops; load streams never do."""
 UNSEEDED = 7
+IDLE_SHARE = 0.3
+"""A draft worker's: as busy as one should be, so that an autoscaler wants as many as there are."""
 
 
 def scripted_token(seed: int, position: int) -> int:
@@ -253,7 +255,7 @@ class ScriptedDraft:
             yield draft_pb2.DraftServiceWatchLoadResponse(
                 incarnation=self.incarnation,
                 sessions=len(self.attached),
-                idle_share=0.5,
+                idle_share=IDLE_SHARE,
                 max_sessions=self.script.max_sessions,
                 draining=self.script.draining,
             )

@@ -44,6 +44,12 @@ def test_need(pressure: float, need: int) -> None:
     assert look(pressure, ready=4).need == need
 
 
+@pytest.mark.parametrize(("pressure", "need"), [(0, 0), (0.3, 1), (0.69, 2), (0.71, 3), (1.0, 3), (1.6, 4)])
+def test_need_while_some_are_away(pressure: float, need: int) -> None:
+    """Two that do the work of four as they should are no reason to do without the others."""
+    assert look(pressure, ready=2, wanted=4).need == need
+
+
 def test_a_pool_grows_at_the_second_look() -> None:
     run = Run(2)
     assert run.look(1.0) == 2
@@ -73,6 +79,26 @@ def test_it_shrinks_slowly_and_not_before_the_window_is_over() -> None:
     changes = [t for t in range(1, 150) if sizes[t] != sizes[t - 1]]
     assert all(later - earlier >= SETTINGS.slow_s for earlier, later in pairwise(changes))
     assert sizes[-1] == 1
+
+
+def test_a_window_with_a_gap_begins_anew() -> None:
+    run = Run(8)
+    run.look(0.1, 59)
+    run.now += 31
+    assert run.look(0.1, 60) == 8 and run.last.reason == "could be 2, but not for 60 s yet"
+    assert run.look(0.1, 2) == 6
+
+
+def test_a_short_one_changes_nothing() -> None:
+    run = Run(8)
+    run.look(0.1, 50)
+    run.now += 10
+    assert run.look(0.1, 2) == 6
+
+
+def test_a_window_must_hold_some_looks() -> None:
+    with pytest.raises(ValueError, match="down_window_s is 3, it must hold 4 looks, 4 s, at least"):
+        AutoscalingSettings(down_window_s=3)
 
 
 def test_one_busy_moment_keeps_the_size_for_a_window() -> None:

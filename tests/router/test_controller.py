@@ -115,6 +115,10 @@ class Bench:
             await asyncio.sleep(0)
         return list(self.fleet.told)
 
+    async def over(self, seconds: int) -> list[str]:
+        """What is told in so many looks, a second apart."""
+        return [told for _ in range(seconds) for told in await self.told(after_s=1)]
+
     def state(self, pool: str) -> PoolState:
         return next(state for state in self.controller.states() if state.limits.name == pool)
 
@@ -210,12 +214,12 @@ async def test_an_actor_that_is_gone_is_replaced_and_fenced(bench: Bench) -> Non
 async def test_one_that_is_lost_for_too_long_is_replaced(bench: Bench) -> None:
     await bench.tick()
     bench.fleet.ready("verifier-0", "LOST")
-    assert await bench.told() == [] and await bench.told(after_s=9) == []
+    assert await bench.told() == [] and await bench.over(9) == []
     bench.fleet.ready("verifier-0")
-    assert await bench.told(after_s=5) == [], "it was back"
+    assert await bench.over(5) == [], "it was back"
     bench.fleet.ready("verifier-0", "LOST")
     assert await bench.told() == []
-    assert await bench.told(after_s=10) == ["kill verifier-0", "remove verifier-0", "create verifier-1"]
+    assert await bench.over(10) == ["kill verifier-0", "remove verifier-0", "create verifier-1"]
 
 
 async def test_one_that_the_router_has_forgotten_is_lost_too(bench: Bench) -> None:
@@ -223,7 +227,7 @@ async def test_one_that_the_router_has_forgotten_is_lost_too(bench: Bench) -> No
     await bench.tick()
     del bench.fleet.routed["draft-1"]
     assert await bench.told() == []
-    assert await bench.told(after_s=10) == ["kill draft-1", "remove draft-1", "create draft-2"]
+    assert await bench.over(10) == ["kill draft-1", "remove draft-1", "create draft-2"]
 
 
 async def test_one_that_waits_for_a_node_is_given_its_time(bench: Bench) -> None:
@@ -239,6 +243,20 @@ async def test_a_router_that_is_away_costs_no_worker(bench: Bench) -> None:
         await bench.tick(after_s=100)
     bench.fleet.router_lost = False
     assert await bench.told() == []
+
+
+async def test_what_was_held_against_a_worker_before_the_routers_were_away_is_not_any_more(bench: Bench) -> None:
+    """They come back knowing nobody; workers register with them one after another, within seconds."""
+    await bench.tick()
+    bench.fleet.ready("verifier-0", "LOST")
+    assert await bench.over(8) == []
+    verifier = bench.fleet.routed.pop("verifier-0")
+    bench.now += 100
+    assert await bench.over(8) == [], "for nobody saw it meanwhile"
+    bench.fleet.routed["verifier-0"] = replace(verifier, health="READY")
+    assert await bench.over(20) == []
+    del bench.fleet.routed["verifier-0"]
+    assert await bench.over(12) == ["kill verifier-0", "remove verifier-0", "create verifier-1"]
 
 
 async def test_what_cannot_start_is_told_and_tried_again_ever_more_rarely(bench: Bench) -> None:
@@ -402,6 +420,37 @@ async def test_without_an_autoscaler_of_nodes_a_pool_stays_within_what_is_there(
     bench.fleet.draining.set()
     for _ in range(100):
         assert not [t for t in await bench.told(1) if t.startswith("create")], "it is not tried again at once"
+    await bench.controller.stop()
+
+
+async def test_the_first_looks_after_the_routers_were_away_shrink_nothing() -> None:
+    """Of two busy workers one has registered again, and one seemed to be enough."""
+    bench = Autoscaled("on")
+    await bench.tick(1)
+    for _ in range(40):
+        bench.loaded(idle_share=0.5)
+        assert await bench.told(1) == []
+    away = bench.fleet.routed.pop("draft-1")
+    bench.now += 40
+    assert await bench.told(1) == []
+    bench.fleet.routed["draft-1"] = away
+    for _ in range(40):
+        bench.loaded(idle_share=0.5)
+        assert await bench.told(1) == []
+    assert bench.state("draft").wanted == 2
+    await bench.controller.stop()
+
+
+async def test_a_worker_that_starts_while_the_routers_are_away_has_a_node() -> None:
+    bench = Autoscaled("on")
+    await bench.tick(1)
+    bench.controller.scale({"draft": 3})
+    bench.fleet.unborn = True
+    assert await bench.told(1) == ["create draft-2"]
+    bench.now += 40
+    assert await bench.over(15) == []
+    bench.fleet.ready("draft-2")
+    assert await bench.over(10) == [] and bench.state("draft").wanted == 3
     await bench.controller.stop()
 
 
