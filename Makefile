@@ -13,7 +13,8 @@ demo: $(READY)
 	@$(BIN)/draftwood demo
 
 # Tests that start no process and wait for nobody run side by side, with one thread each.
-SIDE_BY_SIDE := tests/model tests/kernels tests/runtime tests/draft_service tests/verifier_service
+SIDE_BY_SIDE := tests/model tests/kernels tests/runtime tests/draft_service tests/verifier_service \
+  $(addprefix tests/test_,$(addsuffix .py,acceptance processors rules training)) $(wildcard tests/router/test_*_sim.py)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n auto --dist worksteal $(SIDE_BY_SIDE)
