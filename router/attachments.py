@@ -16,7 +16,7 @@ from draftwood.rpc.tracing import outgoing_metadata
 from draftwood.telemetry import get_logger
 from draftwood.tickets import issue_ticket
 from draftwood.v1 import draft_pb2, draft_pb2_grpc
-from router.registry import Health, Worker
+from router.registry import Health, Worker, being_cancelled, reached
 from router.state import RouterState
 
 CONTROL_TIMEOUT_S = 5.0
@@ -71,10 +71,11 @@ class Attachments:
 
     async def _keep(self) -> None:
         while True:
+            change = self._registry.change()
             self._drop_lost()
             await self._fill()
             await self._leave_draining()
-            await self._registry.changed(REST_S if len(self._attached) < self._wanted else IDLE_S)
+            await reached(change, REST_S if len(self._attached) < self._wanted else IDLE_S)
 
     def _drop_lost(self) -> None:
         for worker in [worker for worker in self._attached if not self._serves(worker)]:
@@ -169,12 +170,9 @@ class Attachments:
             await _stub(worker).Detach(request, timeout=CONTROL_TIMEOUT_S, metadata=outgoing_metadata())
         except grpc.RpcError as error:
             log.info("draft_not_detached", address=worker.address, error=str(from_rpc_error(error)))
-
-
-def being_cancelled() -> bool:
-    """Whether the running task itself is being cancelled, and not just a call that it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+        except asyncio.CancelledError:  # it has left the pool meanwhile
+            if being_cancelled():
+                raise
 
 
 def _addresses(workers: Iterable[Worker]) -> set[str]:

@@ -77,7 +77,7 @@ class Look:
         if not self.signals:
             return self.wanted
         if pressure > 1:
-            return math.ceil(self.ready * min(pressure, MOST_GROWTH))
+            return max(self.wanted, math.ceil(self.ready * min(pressure, MOST_GROWTH)))
         return min(max(self.ready, self.wanted), math.ceil(self.ready * pressure / SLACK))
 
     def clamp(self, count: int) -> int:

@@ -28,11 +28,10 @@ class Chooser:
         self._ejection = Ejection(clock)
         self._beginnings = Beginnings()
 
-    def verifier(self, model: str, prompt: Sequence[bytes], avoid: Worker | None) -> Worker | None:
-        """One of the model's verifiers but ``avoid``; ``prompt`` are the hashes of its beginnings."""
-        views = [view for view in self._registry.verifier_views() if view.model == model]
-        if avoid:
-            views = [view for view in views if view.key != avoid.address]
+    def verifier(self, model: str, prompt: Sequence[bytes], avoid: Collection[Worker] = ()) -> Worker | None:
+        """One of the model's verifiers but those to ``avoid``; ``prompt`` are the hashes of its beginnings."""
+        others = {worker.address for worker in avoid}
+        views = [view for view in self._registry.verifier_views() if view.model == model and view.key not in others]
         admitted = self._admitted(view.key for view in views)
         known = {key: share for key, share in self._beginnings.known(prompt).items() if key in admitted}
         view = choose_verifier([view for view in views if view.key in admitted], model, self._rng, known)
@@ -67,7 +66,7 @@ class Chooser:
     def failed(self, worker: Worker, error: DraftwoodError) -> None:
         """The worker could not do its part; what it refuses for good reason is no failure."""
         fault = isinstance(error, Unavailable | Internal) and error.reason not in NO_FAULT
-        if fault and self._ejection.failed(worker.incarnation):
+        if fault and self._registry.holds(worker) and self._ejection.failed(worker.incarnation):
             METRICS.ejections[worker.role.value].inc()
             log.warning("worker_ejected", pool=worker.role.value, address=worker.address, error=str(error))
 

@@ -166,7 +166,7 @@ class Controller:
         self._autoscaler = Autoscaler(auto, settings.budget)
         self._autoscale_at = 0.0
         self._asks_for_nodes = asks_for_nodes
-        self._asked: dict[str, int] = {}
+        self._asked: dict[str, int] | None = None  # for nodes; None: whatever a former controller has
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
@@ -337,6 +337,14 @@ class Controller:
             elif member.worker_id not in existing:
                 log.warning("actor_gone", worker_id=member.worker_id)
                 await self._end(pool, member)
+            elif self._starts_again(member):
+                self._expect(pool, member)
+
+    def _starts_again(self, member: Member) -> bool:
+        """Whether Ray has restarted the process: it may not come to serve this time."""
+        state = self._workers.get(member.worker_id)
+        born = member.birth is not None and member.birth.done() and not member.birth.cancelled()
+        return born and state is not None and state.health == "STARTING"
 
     def _back_off(self, pool: Pool, error: BaseException) -> None:
         pool.error = str(error)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, Unavailable
+from draftwood.errors import DraftwoodError, Internal, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from draftwood.rpc.status import from_rpc_error
 from draftwood.rpc.tracing import outgoing_metadata
 from draftwood.telemetry import get_logger
@@ -25,13 +25,15 @@ from draftwood.tickets import new_key
 from draftwood.v1 import router_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwood.wire import error_from_proto
 from router.affinity import beginnings
-from router.attachments import Attachments, Session, being_cancelled
+from router.attachments import Attachments, Session
 from router.progress import Progress
-from router.registry import Registry, Worker
+from router.registry import Registry, Worker, being_cancelled
 from router.state import RouterState
 
 MAX_FUTILE_REPLAYS = 3
 """Verifiers that a request may lose in a row without a token in between."""
+FULL = ("QUEUE_FULL", "CALLS_FULL")
+"""Verdicts on the verifier as it is now: another may have room, and so may it in a moment."""
 END_TIMEOUT_S = 1.0
 RETRY_MS = 500
 
@@ -67,13 +69,15 @@ class Generation:
         self._deadline = None if remaining_s is None else time.monotonic() + remaining_s
         self._session_id = ""  # the first one; the client knows the generation by it
         self._futile = 0
+        self._full: set[Worker] = set()  # that have had no room, since the last wait
+        self._wait_until: float | None = None  # for room; None: none was lacking
 
     async def events(self) -> AsyncGenerator[Event]:
         """What the client is to receive. Raises DraftwoodError."""
-        worker = self._choose(avoid=None)
+        worker = self._choose()
         if worker is None:
             raise no_verifier(self._model)
-        while worker:
+        while True:
             try:
                 async with aclosing(self._serve(worker)) as events:
                     async for event in events:
@@ -84,7 +88,9 @@ class Generation:
                 worker = await self._replacement(worker, lost)
             except DraftwoodError as verdict:
                 self._state.chooser.failed(worker, verdict)
-                raise
+                if not (isinstance(verdict, ResourceExhausted) and verdict.reason in FULL):
+                    raise
+                worker = await self._with_room(worker, verdict)
 
     async def _serve(self, worker: Worker) -> AsyncGenerator[Event]:
         """One verifier's part. Raises VerifierLost, or the verifier's verdict."""
@@ -137,7 +143,8 @@ class Generation:
         if admitted and admitted.HasField("started"):
             admitted.started.session_id = self._session_id
         if admitted and admitted.HasField("chunk"):
-            self._futile = 0
+            self._futile, self._wait_until = 0, None
+            self._full.clear()
         return admitted
 
     @contextmanager
@@ -161,18 +168,34 @@ class Generation:
         if self._futile > MAX_FUTILE_REPLAYS:
             raise lost.error
         end = time.monotonic() + self._settings.migrate_wait_s
-        avoid: Worker | None = lost_worker
+        avoid = {lost_worker}
         while not (worker := self._choose(avoid)):
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise no_verifier(self._model) from lost
             await self._registry.changed(min(left_s, self._settings.reconnect_s))
-            avoid = None
+            avoid.clear()
         self._state.counters.verifier_migrations += 1
         log.warning("generation moved", lost=lost_worker.address, to=worker.address, reason=lost.error.reason)
         return worker
 
-    def _choose(self, avoid: Worker | None) -> Worker | None:
+    async def _with_room(self, full: Worker, verdict: ResourceExhausted) -> Worker:
+        """Another verifier than those that are full; a text that has begun also waits for one of them.
+
+        Raises the verdict if there is none, for the text that has begun after ``migrate_wait_s``.
+        """
+        self._full.add(full)
+        if self._wait_until is None:
+            self._wait_until = time.monotonic() + self._settings.migrate_wait_s
+        while not (worker := self._choose(self._full)):
+            left_s = self._wait_until - time.monotonic()
+            if not self._progress.tokens or left_s <= 0:
+                raise verdict
+            await asyncio.sleep(min(left_s, self._settings.reconnect_s))
+            self._full.clear()
+        return worker
+
+    def _choose(self, avoid: Collection[Worker] = ()) -> Worker | None:
         return self._state.chooser.verifier(self._model, self._prompt, avoid)
 
     def _learn(self, worker: Worker, drafts: Attachments, usage: verifier_pb2.Usage) -> None:
@@ -210,9 +233,14 @@ def _judged(error: DraftwoodError, *, in_band: bool) -> DraftwoodError | Verifie
 
 async def _end(call: VerifierCall) -> None:
     """Lets the call end by itself: a cancelled stream costs memory (grpc#43360)."""
-    with suppress(grpc.RpcError, TimeoutError):
+    try:
         async with asyncio.timeout(END_TIMEOUT_S):
             await call.read()
+    except (grpc.RpcError, TimeoutError):
+        pass
+    except asyncio.CancelledError:  # the verifier has left the pool meanwhile
+        if being_cancelled():
+            raise
 
 
 def _stub(worker: Worker) -> Any:

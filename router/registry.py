@@ -121,6 +121,16 @@ async def reached(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
 
 
+def being_cancelled() -> bool:
+    """Whether the running task itself is being cancelled.
+
+    If not, its CancelledError is of a call that it awaits: on a channel that was closed as its worker left, or broken
+    off.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Registry:
     """Owns the workers. ``on_join`` and ``on_leave`` tell who watches them."""
 
@@ -156,9 +166,11 @@ class Registry:
 
         A static worker takes it on; a registered one must match: raises FailedPrecondition FENCED if not.
         """
-        if worker.static:
+        if worker.static and worker.incarnation != incarnation:
             worker.incarnation = incarnation
-        elif worker.incarnation != incarnation:
+            worker.unfit.clear()
+            worker.accepted, worker.rtt_ms = None, 0.0
+        if worker.incarnation != incarnation:
             raise FailedPrecondition("FENCED", f"{worker.address} is now another process than {worker.worker_id}")
 
     def drain(self, worker_id: str) -> None:
@@ -191,7 +203,7 @@ class Registry:
 
     def alive(self, worker: Worker) -> bool:
         """Whether the worker is still in its pool and not lost."""
-        return self._workers.get(worker.address) is worker and worker.health in (Health.READY, Health.DRAINING)
+        return self.holds(worker) and worker.health in (Health.READY, Health.DRAINING)
 
     def by_address(self, address: str) -> Worker:
         return self._workers[address]
@@ -216,9 +228,16 @@ class Registry:
         loads = [worker.verifier_load for worker in self.workers(Role.VERIFIER) if worker.verifier_load]
         return {result.incarnation for load in loads for result in load.canaries if result.failed}
 
+    def change(self) -> asyncio.Event:
+        """Set when next any worker joins, leaves or changes its health."""
+        return self._changed
+
     async def changed(self, timeout_s: float) -> None:
-        """Returns when any worker has joined, left or changed its health, at the latest after ``timeout_s``."""
+        """Returns at the next change, at the latest after ``timeout_s``."""
         await reached(self._changed, timeout_s)
+
+    def holds(self, worker: Worker) -> bool:
+        return self._workers.get(worker.address) is worker
 
     def notify(self) -> None:
         waiting, self._changed = self._changed, asyncio.Event()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -22,7 +23,6 @@ from draftwood.telemetry import configure_logging
 from router.cluster import Cluster
 
 STOP_GRACE_S = 5.0
-A_DAY_S = 86400.0
 MODULE = "router.supervisor"
 
 
@@ -109,7 +109,7 @@ def stop_signal() -> asyncio.Event:
 
 async def _hold(cluster: Cluster, stopping: asyncio.Event) -> None:
     """Returns on the signal; raises when a worker turns out not to start at all."""
-    workers = asyncio.create_task(cluster.wait_ready(A_DAY_S))
+    workers = asyncio.create_task(cluster.wait_ready(math.inf))
     signalled = asyncio.create_task(stopping.wait())
     await asyncio.wait({workers, signalled}, return_when=asyncio.FIRST_COMPLETED)
     if not workers.done():

@@ -18,7 +18,7 @@ from draftwood.config import WidthPolicySettings
 from draftwood.rpc.status import from_rpc_error
 from draftwood.telemetry import METRICS, get_logger
 from draftwood.v1 import draft_pb2, verifier_pb2, verifier_pb2_grpc
-from router.registry import Registry, Role, Worker
+from router.registry import Registry, Role, Worker, being_cancelled
 from router.width_policy import Caps, Decision, DraftLook, VerifierLook, WidthPolicy
 
 RENEW_S = 10.0
@@ -110,6 +110,9 @@ class WidthControl:
             await stub.SetPolicy(request, timeout=TELL_TIMEOUT_S)
         except grpc.RpcError as error:
             log.info("policy_not_set", verifier=worker.address, error=str(from_rpc_error(error)))
+        except asyncio.CancelledError:  # it has left the pool meanwhile
+            if being_cancelled():
+                raise
         else:
             self._told[worker.incarnation] = Told(caps, now)
 

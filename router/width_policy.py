@@ -183,7 +183,7 @@ class Memory:
     nodes: Ladder
     caps: Caps = field(default_factory=Caps)
     counted: tuple[int, int] | None = None  # steps and nodes at the last look that had steps
-    width: float = 0.0  # nodes a session and step, smoothed
+    width: float | None = None  # nodes a session and step, smoothed; None: not seen yet
 
 
 class WidthPolicy:
@@ -219,14 +219,14 @@ class WidthPolicy:
         signals = {WAIT: look.queue_wait_ms / settings.queue_wait_ms}
         if settings.step_ms:
             signals[STEP] = look.step_ms / settings.step_ms
-        memory.nodes.look(now, max(signals.values()), look.sessions, settings, memory.width)
+        memory.nodes.look(now, max(signals.values()), look.sessions, settings, memory.width or 0.0)
         caps = Caps(memory.nodes.cap, depth.cap)
         caps = replace(caps, chain=_chains(memory.caps, caps, busy))
         before, memory.caps = memory.caps, caps
         why = f"{max(signals, key=lambda name: signals[name])}: {memory.nodes.reason}"
         if depth.rung or busy > 1:
             why += f"; {DRAFTS}: {depth.reason}"
-        inputs = {**signals, DRAFTS: busy, "width": memory.width, "sessions": float(look.sessions)}
+        inputs = {**signals, DRAFTS: busy, "width": memory.width or 0.0, "sessions": float(look.sessions)}
         return Decision(caps, before, why, inputs)
 
 
@@ -235,7 +235,7 @@ def _see_width(memory: Memory, look: VerifierLook) -> None:
     steps, nodes = memory.counted or (look.steps, look.nodes)
     if look.steps > steps and look.sessions:
         width = (look.nodes - nodes) / (look.steps - steps) / look.sessions
-        memory.width += SMOOTH * (width - memory.width)
+        memory.width = width if memory.width is None else memory.width + SMOOTH * (width - memory.width)
     memory.counted = look.steps, look.nodes
 
 

@@ -66,8 +66,9 @@ class ScriptedCluster:
         verifier = ScriptedVerifier(VerifierSettings(name=name), **script)
         return await self._start(verifier)
 
-    async def draft(self, kind: str = "ngram", **script: Any) -> ScriptedDraft:
-        return await self._start(ScriptedDraft(DraftSettings(kind=kind), **script))  # type: ignore[arg-type]
+    async def draft(self, kind: str = "ngram", listen: str = "127.0.0.1:0", **script: Any) -> ScriptedDraft:
+        settings = DraftSettings(kind=kind, listen=listen)  # type: ignore[arg-type]
+        return await self._start(ScriptedDraft(settings, **script))
 
     async def _start(self, worker: Any) -> Any:
         await worker.start()

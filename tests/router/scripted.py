@@ -50,6 +50,7 @@ class VerifierScript:
     silent: bool = False  # sends no more load reports
     max_sessions: int = 8
     policy_error: DraftwoodError | None = None  # what it answers to a policy
+    hang_policy: bool = False  # never answers one
 
 
 @dataclass
@@ -113,6 +114,8 @@ class ScriptedVerifier:
         self, request: verifier_pb2.VerifierServiceSetPolicyRequest, context: Any
     ) -> verifier_pb2.VerifierServiceSetPolicyResponse:
         self.log.policies.append(request)
+        while self.script.hang_policy:
+            await asyncio.sleep(LOAD_INTERVAL_S)
         if self.script.policy_error:
             raise self.script.policy_error
         return verifier_pb2.VerifierServiceSetPolicyResponse()
@@ -193,6 +196,7 @@ class SlowVerifier(ScriptedVerifier):
 @dataclass
 class DraftScript:
     hang: bool = False  # never answers Attach
+    hang_up: bool = False  # does not answer Detach
     refusal: DraftwoodError | None = None
     max_sessions: int = 8
     draining: bool = False
@@ -213,6 +217,7 @@ class ScriptedDraft:
         self.verifiers = {verifier.address: verifier for verifier in verifiers or []}
         self.attached: dict[str, draft_pb2.AttachRequest] = {}
         self.history: list[draft_pb2.AttachRequest] = []
+        self.leaving: list[str] = []  # told to be detached
         self.detached: list[str] = []
         self._rpc = RpcServer(access=server_access(self.settings))
         self._rpc.add(draft_pb2.DESCRIPTOR.services_by_name["DraftService"], self)
@@ -242,6 +247,9 @@ class ScriptedDraft:
         return draft_pb2.AttachResponse()
 
     async def Detach(self, request: draft_pb2.DetachRequest, context: Any) -> draft_pb2.DetachResponse:
+        self.leaving.append(request.session_id)
+        while self.script.hang_up:
+            await asyncio.sleep(LOAD_INTERVAL_S)
         self.attached.pop(request.session_id, None)
         self.detached.append(request.session_id)
         return draft_pb2.DetachResponse()

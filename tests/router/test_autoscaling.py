@@ -50,6 +50,13 @@ def test_need_while_some_are_away(pressure: float, need: int) -> None:
     assert look(pressure, ready=2, wanted=4).need == need
 
 
+def test_an_overloaded_pool_of_which_most_are_away_does_not_shrink() -> None:
+    """What a pool may grow by at once is no proof that so few would do."""
+    autoscaler = Autoscaler(SETTINGS, None)
+    decisions = [autoscaler.decide(t, [look(10.0, ready=1, wanted=8)])[0] for t in range(300)]
+    assert {decision.wanted for decision in decisions} == {8}
+
+
 def test_a_pool_grows_at_the_second_look() -> None:
     run = Run(2)
     assert run.look(1.0) == 2

@@ -153,7 +153,7 @@ class World:
 
     def _serve(self) -> tuple[Verifier, float]:
         router, prompt = self.rng.choice(self.routers), self.rng.choice(self.prompts)
-        worker = router.chooser.verifier("m", prompt, None)
+        worker = router.chooser.verifier("m", prompt)
         assert worker is not None
         verifier = next(verifier for verifier in self.pool if verifier.name == worker.address)
         again = sum(piece in verifier.beginnings for piece in prompt) / len(prompt)

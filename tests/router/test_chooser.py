@@ -32,7 +32,7 @@ class Bench:
         return self.registry.by_address(address)
 
     def verifier(self) -> str:
-        chosen = self.chooser.verifier("m", [], None)
+        chosen = self.chooser.verifier("m", [])
         assert chosen
         return chosen.address
 
@@ -43,6 +43,16 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_nothing_is_kept_of_workers_that_have_left(bench: Bench) -> None:
+    """Their broken calls are told of after they have gone."""
+    for _ in range(3):
+        old = bench.worker("verifier-0")
+        bench.registry.register(Role.VERIFIER, old.worker_id, old.address, f"after {old.incarnation}")
+        bench.chooser.forget(old)
+        bench.chooser.failed(old, Unavailable("VERIFIER_LOST", "it has left the pool"))
+    assert not bench.chooser._ejection._records
 
 
 @pytest.mark.parametrize(
@@ -110,5 +120,5 @@ def test_own_sessions_count_from_the_last_report_on(bench: Bench) -> None:
 
 
 def test_avoids_the_one_that_was_lost(bench: Bench) -> None:
-    chosen = bench.chooser.verifier("m", [], bench.worker("verifier-0"))
+    chosen = bench.chooser.verifier("m", [], {bench.worker("verifier-0")})
     assert chosen and chosen.address == "verifier-1"

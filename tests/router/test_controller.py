@@ -230,6 +230,20 @@ async def test_one_that_the_router_has_forgotten_is_lost_too(bench: Bench) -> No
     assert await bench.over(10) == ["kill draft-1", "remove draft-1", "create draft-2"]
 
 
+async def test_one_that_was_restarted_and_does_not_start_again_is_replaced(bench: Bench) -> None:
+    """Ray restarts the process; its model may not load this time."""
+    await bench.tick()
+    await bench.tick()
+    bench.fleet.ready("verifier-0", "LOST")
+    await bench.over(2)
+    bench.fleet.births["verifier-0"] = asyncio.get_running_loop().create_future()
+    bench.fleet.routed["verifier-0"] = replace(bench.fleet.routed["verifier-0"], health="STARTING")
+    assert await bench.over(30) == [], "it loads"
+    bench.fleet.births["verifier-0"].set_exception(Unavailable("ACTOR_FAILED", "no memory"))
+    assert await bench.over(5) == ["kill verifier-0", "remove verifier-0", "create verifier-1"]
+    assert bench.state("verifier").ready == 1
+
+
 async def test_one_that_waits_for_a_node_is_given_its_time(bench: Bench) -> None:
     bench.fleet.unborn = True
     await bench.tick()
@@ -336,8 +350,10 @@ async def test_runs_on_until_it_is_cancelled() -> None:
 class Autoscaled(Bench):
     """A bench whose workers tell of their load."""
 
-    def __init__(self, mode: Literal["dry_run", "on"], *, asks_for_nodes: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, mode: Literal["dry_run", "on"], *, asks_for_nodes: bool = False, fleet: MemoryFleet | None = None
+    ) -> None:
+        super().__init__(fleet)
         auto = AutoscalingSettings(mode=mode, fast_s=1, rest_s=5, slow_s=5, down_window_s=30, place_s=20)
         settings = SETTINGS.model_copy(update={"auto": auto})
         counts = {"verifier": 1, "draft": 2}
@@ -403,6 +419,19 @@ async def test_nodes_are_asked_for_as_one_absolute_target() -> None:
     bench.controller.scale({"draft": 1})
     assert [told for _ in range(5) for told in await nodes()] == [], "or a request might keep a node that is idle"
     await bench.controller.stop()
+
+
+async def test_a_restarted_controller_takes_its_predecessors_request_back() -> None:
+    former = Autoscaled("on", asks_for_nodes=True)
+    former.fleet.unborn = True
+    assert "nodes {'verifier': 1, 'draft': 2}" in await former.told(1)
+    await former.controller.stop()
+    for worker_id in list(former.fleet.names):
+        former.fleet.ready(worker_id)
+    heir = Autoscaled("on", asks_for_nodes=True, fleet=former.fleet)
+    await heir.controller.adopt()
+    assert await heir.told(1) == ["nodes {}"] and await heir.told(1) == []
+    await heir.controller.stop()
 
 
 async def test_without_an_autoscaler_of_nodes_a_pool_stays_within_what_is_there() -> None:

@@ -74,15 +74,15 @@ class Bench:
 def test_choices_of_verifiers_are_counted_by_what_decided(count: int, by: str) -> None:
     bench = Bench(count, 0)
     before = bench.chosen("verifier", by)
-    assert (bench.chooser.verifier("m", [b"beginning"], None) is None) == (count == 0)
+    assert (bench.chooser.verifier("m", [b"beginning"]) is None) == (count == 0)
     assert bench.chosen("verifier", by) == before + 1
 
 
 def test_a_verifier_chosen_for_what_it_knows_is_counted_as_such() -> None:
     bench = Bench(3, 0)
-    bench.chooser.verifier("m", [b"beginning"], None)
+    bench.chooser.verifier("m", [b"beginning"])
     before = bench.chosen("verifier", "prefix")
-    bench.chooser.verifier("m", [b"beginning"], None)
+    bench.chooser.verifier("m", [b"beginning"])
     assert bench.chosen("verifier", "prefix") == before + 1
 
 

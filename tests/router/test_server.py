@@ -251,6 +251,44 @@ async def test_the_wait_for_a_verifier_is_bounded(cluster: ScriptedCluster) -> N
     assert answer.error.reason == "NO_VERIFIER" and answer.status.reason == "NO_VERIFIER"
 
 
+@pytest.mark.parametrize("reason", ["QUEUE_FULL", "CALLS_FULL"])
+async def test_a_text_that_has_begun_waits_for_room(cluster: ScriptedCluster, reason: str) -> None:
+    dying = await cluster.verifier(step_s=0.01, die_at=4)
+    await cluster.serve([dying], migrate_wait_s=10)
+    answering = asyncio.create_task(cluster.generate(12))
+    await until(lambda: bool(dying.log.requests))
+    full = await cluster.verifier(verdict=ResourceExhausted(reason, "many are waiting already", retry_after_ms=1000))
+    cluster.router.register("verifier", "full", full.address, full.incarnation)
+    await until(lambda: len(full.log.requests) > 2)
+    full.script.verdict = None
+    answer = await answering
+    assert answer.tokens == scripted_text(5, 12) and answer.status is None
+
+
+async def test_the_wait_for_room_is_bounded(cluster: ScriptedCluster) -> None:
+    dying = await cluster.verifier(step_s=0.01, die_at=4)
+    await cluster.serve([dying], migrate_wait_s=0.5)
+    answering = asyncio.create_task(cluster.generate(12))
+    await until(lambda: bool(dying.log.requests))
+    full = await cluster.verifier(verdict=ResourceExhausted("QUEUE_FULL", "many are waiting already"))
+    cluster.router.register("verifier", "full", full.address, full.incarnation)
+    answer = await answering
+    assert 0 < len(answer.tokens) <= 4 and answer.status.reason == "QUEUE_FULL" and len(full.log.requests) > 2
+
+
+async def test_a_new_text_goes_to_a_verifier_with_room(cluster: ScriptedCluster) -> None:
+    """Load reports are up to a second old: who looks idle may be full."""
+    full = [await cluster.verifier(verdict=ResourceExhausted("QUEUE_FULL", "many"), max_sessions=64) for _ in range(2)]
+    free = await cluster.verifier(max_sessions=2)
+    await cluster.serve([*full, free])
+    for _ in range(4):
+        assert (await cluster.generate(5)).tokens == scripted_text(5, 5)
+    assert sum(len(verifier.log.requests) for verifier in full) >= 4
+    free.script.verdict = full[0].script.verdict
+    answer = await cluster.generate(5)
+    assert answer.status.reason == "QUEUE_FULL" and not answer.tokens, "at once, as it has not begun"
+
+
 async def test_a_silent_verifier_loses_its_lease_and_its_sessions(cluster: ScriptedCluster) -> None:
     """A process that hangs keeps its connections: only its silence tells."""
     hanging, heir = await cluster.verifier(hang_at=6), await cluster.verifier()
@@ -359,6 +397,43 @@ async def test_a_draft_that_leaves_hands_its_sessions_over_first(cluster: Script
     assert (await cluster.generate(20)).tokens == scripted_text(5, 20) and len(leaving.history) == 1
 
 
+async def test_a_draft_that_leaves_without_an_answer_costs_no_later_replacement(cluster: ScriptedCluster) -> None:
+    """Its channel is closed while it is told; the keeper of the session's drafts goes on."""
+    verifier, drafts = await cluster.verifier(step_s=0.02), [await cluster.draft() for _ in range(3)]
+    await cluster.serve([verifier], drafts, drafts_per_session=1)
+    answering = asyncio.create_task(cluster.generate(400))
+    await until(lambda: any(draft.attached for draft in drafts))
+    first = next(draft for draft in drafts if draft.attached)
+    first.script.hang_up = True
+    cluster.router.drain(first.address)
+    await until(lambda: bool(first.leaving))
+    cluster.router.remove(first.address)
+    second = next(draft for draft in drafts if draft.attached and draft is not first)
+    await second.stop()
+    third = next(draft for draft in drafts if draft not in (first, second))
+    await until(lambda: bool(third.attached))
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+
+
+async def test_a_draft_that_dies_while_another_is_left_is_replaced_at_once(cluster: ScriptedCluster) -> None:
+    verifier, drafts = await cluster.verifier(step_s=0.02), [await cluster.draft() for _ in range(4)]
+    await cluster.serve([verifier], drafts, drafts_per_session=2)
+    answering = asyncio.create_task(cluster.generate(400))
+    await until(lambda: sum(bool(draft.attached) for draft in drafts) == 2)
+    leaving, dying = (draft for draft in drafts if draft.attached)
+    spare = [draft for draft in drafts if not draft.attached]
+    leaving.script.hang_up = True
+    cluster.router.drain(leaving.address)
+    await until(lambda: bool(leaving.leaving))
+    await dying.stop()
+    await asyncio.sleep(0.3)
+    leaving.script.hang_up = False
+    await until(lambda: all(draft.attached for draft in spare))
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+
+
 async def test_a_draft_that_leaves_is_left_even_if_nobody_takes_over(cluster: ScriptedCluster) -> None:
     verifier, draft = await cluster.verifier(step_s=0.02), await cluster.draft()
     await cluster.serve([verifier], [draft])
@@ -411,6 +486,20 @@ async def test_a_draft_of_another_tokenizer_is_asked_once_for_each_model(cluster
         assert draft.unfit == unfit_for
     unfit.script.refusal = None
     assert (await cluster.generate(10, model="m")).finished and unfit.history == [], "it is not asked again"
+
+
+async def test_what_was_wrong_with_a_draft_is_forgotten_when_it_is_another_process(cluster: ScriptedCluster) -> None:
+    verifier = await cluster.verifier(step_s=0.02)
+    wrong = await cluster.draft(refusal=FailedPrecondition("TOKENIZER_MISMATCH", "other tokens"))
+    await cluster.serve([verifier], [wrong])
+    (worker,) = cluster.router._registry.workers(Role.DRAFT)
+    assert (await cluster.generate(10)).finished and worker.unfit == {"m"}
+    await wrong.stop()
+    await until(lambda: not worker.ready)
+    right = await cluster.draft(listen=wrong.address)
+    right.verifiers = wrong.verifiers
+    await until(lambda: worker.ready and worker.incarnation == right.incarnation)
+    assert (await cluster.generate(20)).finished and len(right.history) == 1
 
 
 async def test_a_verifier_that_keeps_failing_is_left_alone(cluster: ScriptedCluster) -> None:

@@ -58,6 +58,24 @@ async def served(cluster: ScriptedCluster) -> ScriptedVerifier:
     return verifier
 
 
+async def test_a_verifier_that_leaves_while_it_is_told_ends_nothing(cluster: ScriptedCluster) -> None:
+    """Its channel is closed, and with it the call."""
+    hanging, other = await cluster.verifier(hang_policy=True), await cluster.verifier()
+    await cluster.serve([hanging, other], width_policy={"mode": "off"})
+    registry = cluster.router._registry
+    await until(lambda: all(worker.ready for worker in registry.workers(Role.VERIFIER)))
+    control = Control(cluster, WidthPolicySettings(step_ms=10.0, look_s=0.05))
+    for worker in registry.workers(Role.VERIFIER):
+        cluster.router._links._tasks[worker].cancel()
+        await asyncio.sleep(0)
+        worker.health = Health.READY
+    looking = asyncio.create_task(control.looks(3, 100.0))
+    await until(lambda: bool(hanging.log.policies))
+    cluster.router.remove(hanging.address)
+    await looking
+    assert other.log.policies and not hanging.joined
+
+
 async def test_a_verifier_is_told_of_changes_and_renewed(cluster: ScriptedCluster) -> None:
     verifier = await served(cluster)
     control = Control(cluster)

@@ -25,6 +25,14 @@ SETTINGS = WidthPolicySettings(step_ms=50.0)
 STEPS = 20  # of a verifier between two looks
 
 
+@pytest.mark.parametrize(("width", "cap"), [(30.0, 16), (20.0, 16), (8.0, 4)])
+def test_the_first_cap_is_below_the_width_as_it_is(width: float, cap: int) -> None:
+    """A router that has just started knows it from one look."""
+    bench = Bench()
+    caps = [bench.look(wait_ms=2000.0, width=width).caps.nodes for _ in range(3)]
+    assert next(each for each in caps if each is not None) == cap
+
+
 class Bench:
     """A policy, one verifier and its draft workers; a look a second."""
 
