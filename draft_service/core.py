@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from draft_service.drafter import Drafter, Key, SessionCommitted, SessionStart
@@ -60,8 +60,7 @@ class DraftCore:
         if not self._knows(start.tokens):
             return False
         self._heard_s[key] = time.monotonic()
-        self.drafter.open(key, start)
-        return True
+        return self._alone(key, lambda: self.drafter.open(key, start))
 
     def commit(self, key: Key, committed: SessionCommitted) -> bool:
         """Moves a session on; False: its text has a gap or a token that the draft lacks, so it must be left."""
@@ -71,25 +70,26 @@ class DraftCore:
         if not self._knows(committed.tokens):
             self.close(key)
             return False
-        try:
-            self.drafter.commit(key, committed)
-        except ValueError as error:
-            log.warning("session given up", error=str(error))
-            self.close(key)
-            return False
-        return True
+        return self._alone(key, lambda: self.drafter.commit(key, committed))
 
     def feed(self, key: Key, first: int, features: Features) -> bool:
         """Hands features over; False: they do not fit what is known, so the session must be left."""
         if key not in self._heard_s:
             return True
+        return self._alone(key, lambda: self.drafter.feed(key, first, features))
+
+    def _alone(self, key: Key, act: Callable[[], None]) -> bool:
+        """Whatever is wrong with a session gives up that session and nobody else's."""
         try:
-            self.drafter.feed(key, first, features)
+            act()
         except ValueError as error:
             log.warning("session given up", error=str(error))
-            self.close(key)
-            return False
-        return True
+        except Exception:
+            log.exception("session given up")
+        else:
+            return True
+        self.close(key)
+        return False
 
     def _knows(self, tokens: Sequence[int]) -> bool:
         """The target may have more tokens than the draft; the draft's model has no row for them."""

@@ -159,12 +159,12 @@ class DraftServer:
 
     def _link(self, address: str, loaded: Loaded) -> VerifierLink:
         link = self._links.get(address)
-        if link is not None and link.draining:
-            raise Unavailable("DRAINING", f"verifier {address} takes no more sessions", retry_after_ms=1000)
-        if link is None or link.task.done():
+        if link is None or link.task.done():  # whoever drained may have been restarted
             self._link_count += 1
             link = VerifierLink(self._link_count, address, loaded.info, loaded.core, self._worker, self._dialer)
             self._links[address] = link
+        elif link.draining:
+            raise Unavailable("DRAINING", f"verifier {address} takes no more sessions", retry_after_ms=1000)
         return link
 
     async def Detach(self, request: draft_pb2.DetachRequest, context: Any) -> draft_pb2.DetachResponse:

@@ -9,6 +9,7 @@ ones is not kept: each round is drawn anew, and a node that the verifier has alr
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -29,7 +30,7 @@ class KnownFeatures:
     """A session's features, until they are taken; they may come in any order."""
 
     def __init__(self) -> None:
-        self._whole: list[Features] = []  # not taken, without a gap
+        self._whole: deque[Features] = deque()  # not taken, without a gap
         self._ahead: dict[int, Features] = {}  # by first position, behind a gap
         self.end = 0  # position behind those known without a gap
 
@@ -44,9 +45,14 @@ class KnownFeatures:
 
     def take(self, count: int) -> Features:
         """The next ``count`` positions."""
-        joined = np.concatenate(self._whole)
-        self._whole = [joined[count:]]
-        return joined[:count]
+        pieces: list[Features] = []
+        while count and self._whole:
+            piece = self._whole.popleft()
+            pieces.append(piece[:count])
+            if len(piece) > count:
+                self._whole.appendleft(piece[count:])
+            count -= len(pieces[-1])
+        return np.concatenate(pieces)
 
 
 @dataclass(eq=False)
@@ -85,8 +91,13 @@ class EagleDrafter(LevelDrafter):
 
     def feed(self, key: Key, first: int, features: Features) -> None:
         session = self._sessions.get(key)
-        if session is not None:
+        if session is not None and not session.outgrown:
             cast(EagleSession, session).known.add(first, features)
+
+    def _note_room(self, session: LevelSession) -> None:
+        super()._note_room(session)
+        if session.outgrown:  # no row will take them
+            cast(EagleSession, session).known = KnownFeatures()
 
     def _prime(self, session: LevelSession) -> None:
         assert self.features is not None and isinstance(session, EagleSession)
@@ -106,7 +117,8 @@ class EagleDrafter(LevelDrafter):
 
     def _busy(self, session: LevelSession) -> bool:
         assert isinstance(session, EagleSession)
-        return bool(session.budget and not session.complete and (session.readable or not session.pending))
+        able = session.outgrown or session.readable or not session.pending
+        return bool(session.budget and not session.complete and able)
 
     def _catch_up(self, session: LevelSession, most: int) -> Rows:
         assert isinstance(session, EagleSession)

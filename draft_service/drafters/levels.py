@@ -210,6 +210,8 @@ class LevelDrafter(ABC):
     kind: str
     rules: tuple[Rule, ...] = ()
     features: FeatureRequest | None = None
+    rereads: bool = False
+    """Whether a text can be read again from its beginning."""
 
     def __init__(
         self,
@@ -301,6 +303,14 @@ class LevelDrafter(ABC):
         if not session.outgrown and self._context_room(session) <= 0:
             session.outgrown = True
             METRICS.outgrown_sessions.inc()
+            self._give_pages(session)
+
+    def _give_pages(self, session: LevelSession) -> None:
+        """Gives all pages back, for others; the session's text is to be read again from its beginning."""
+        self._runtime.pool.give(session.pages)
+        session.pages, session.cached, session.frontier, session.drawn = [], 0, None, {}
+        session.plant_anchor()
+        session.numbering.restart(None)
 
     def commit(self, key: Key, committed: SessionCommitted) -> None:
         session = self._sessions.get(key)
@@ -478,8 +488,11 @@ class LevelDrafter(ABC):
         """The session's rows of the next forward: committed tokens it lacks, else its frontier. None: nothing now."""
         if most <= 0:
             return None
-        if not self._room_for(session, min(most, session.pending or len(self._frontier(session)))):
+        # Of a text that does not fit, nothing is read: others would lack the pages.
+        if not self._room_for(session, session.pending or min(most, len(self._frontier(session)))):
             session.given_up = True
+            if session.pending and self.rereads:
+                self._give_pages(session)
             return None
         if session.pending:
             return self._catch_up(session, most)

@@ -35,6 +35,7 @@ class LmDrafter(LevelDrafter):
 
     kind = "lm"
     rules: tuple[Rule, ...] = (Rule.REJECTION,)
+    rereads = True
 
     def __init__(
         self,
@@ -97,6 +98,10 @@ class LmDrafter(LevelDrafter):
             session.plant(below_anchor, index[below], session.seen[np.ix_(places, places)])
             session.drawn = {int(index[n]): q for n, q in session.drawn.items() if index[n] >= 0}
         session.numbering.restart(index)
+
+    def _give_pages(self, session: LevelSession) -> None:
+        self._moves.pop(session, None)
+        super()._give_pages(session)
 
     def close(self, key: Key) -> None:
         """See ``Drafter``."""

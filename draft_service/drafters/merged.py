@@ -62,6 +62,7 @@ class MergedDrafter:
         ask for different features.
         """
         self._parts = parts
+        self._latest = len(parts) - 1  # the part that has worked last
         self.model = "+".join(part.model or part.kind for part in parts)
         known = sorted((p.vocabulary for p in parts if p.vocabulary is not None), key=lambda v: v.vocab_size)
         for smaller, larger in pairwise(known):
@@ -129,12 +130,13 @@ class MergedDrafter:
         return any(part.wants_work() for part in self._parts)
 
     def work(self) -> list[tuple[Key, SessionGrowth]]:
-        """Work of one part: one that is waited for, if there is any."""
+        """Work of one part: one that is waited for, if there is any; each in its turn."""
         waited = {k for session in self._sessions.values() for k in session.drawing}
         able = [k for k, part in enumerate(self._parts) if part.wants_work()]
         if not able:
             return []
-        k = next((k for k in able if k in waited), able[0])
+        able.sort(key=lambda k: (k not in waited, (k - self._latest - 1) % len(self._parts)))
+        k = self._latest = able[0]
         return [out for key, growth in self._parts[k].work() for out in self._take(key, k, growth)]
 
     def _take(self, key: Key, part: int, growth: SessionGrowth) -> list[tuple[Key, SessionGrowth]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from draft_service.core import DraftCore
 from draft_service.drafter import Key, SessionCommitted, SessionStart
@@ -72,6 +73,26 @@ def test_gap_gives_the_session_up_and_no_other() -> None:
     core, drafter = core_with(A, B)
     assert not core.commit(A, SessionCommitted(1, 9, (3,), 4))
     assert core.sessions == 1 and set(drafter.length) == {B}
+    assert core.commit(B, SessionCommitted(1, 3, (3,), 4))
+
+
+@pytest.mark.parametrize("act", ["open", "commit", "feed"])
+def test_an_error_of_any_kind_gives_its_session_up_and_no_other(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    """These are commands on the drafter's thread, which would end by it for all verifiers."""
+    core, drafter = core_with(A, B)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(drafter, act, fail, raising=False)
+    acts = {
+        "open": lambda: core.open(C, start(1, 2)),
+        "commit": lambda: core.commit(A, SessionCommitted(1, 3, (3,), 4)),
+        "feed": lambda: core.feed(A, 0, np.zeros((1, 1, 2), np.uint16)),
+    }
+    assert not acts[act]()
+    monkeypatch.undo()
+    assert core.sessions == len(drafter.length) == (2 if act == "open" else 1)
     assert core.commit(B, SessionCommitted(1, 3, (3,), 4))
 
 

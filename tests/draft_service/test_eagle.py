@@ -214,6 +214,47 @@ def test_known_features_are_handed_out_in_order() -> None:
     assert np.array_equal(np.concatenate([known.take(n) for n in (2, 3, 1)]), states)
 
 
+def test_taking_features_copies_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes copied are those taken, however many are left."""
+    copied, join = list[int](), np.concatenate
+
+    def counting(pieces: Sequence[np.ndarray]) -> np.ndarray:
+        copied.append(sum(len(piece) for piece in pieces))
+        return join(pieces)
+
+    known, states = KnownFeatures(), np.arange(2000, dtype=np.uint16).reshape(1000, 1, 2)
+    for first in range(0, 1000, 100):
+        known.add(first, states[first : first + 100])
+    monkeypatch.setattr(np, "concatenate", counting)
+    taken = [known.take(30) for _ in range(33)]
+    monkeypatch.undo()
+    assert np.array_equal(np.concatenate([*taken, known.take(10)]), states)
+    assert copied == [30] * 33
+
+
+def test_features_of_a_text_that_has_outgrown_the_head_are_not_kept() -> None:
+    """Its rounds end empty, and at once: nobody waits for them."""
+    head = make_head("eagle")
+    runtime = make_runtime(head)
+    runtime.max_context_tokens = 12
+    drafter, text = make_drafter(runtime, request_of(head)), [k % VOCAB for k in range(10)]
+    layers = len(request_of(head).layers)
+    open_session(drafter, text, GREEDY)
+    drafter.feed(KEY, 0, features_of(text, 0, 9, layers))
+    [(_, growth)] = work(drafter)
+    for epoch in range(1, 8):
+        text.append(5)
+        drafter.feed(KEY, len(text) - 2, features_of(text, len(text) - 2, len(text) - 1, layers))
+        drafter.commit(KEY, SessionCommitted(epoch, len(text), (5,), 12))
+        [(_, growth)] = work(drafter)
+        assert growth.complete
+    (session,) = drafter._sessions.values()
+    assert session.outgrown and not session.pages and not len(growth.token)
+    assert session.known.end == 0 and not session.known._whole and not session.known._ahead  # type: ignore[attr-defined]
+    drafter.close(KEY)
+    assert runtime.pool.free == runtime.pool.total
+
+
 def test_reduced_vocabularies_propose_the_targets_ids() -> None:
     head = make_head("eagle3")
     assert head.target_ids is not None and len(head.target_ids) == 25

@@ -496,6 +496,50 @@ def test_full_page_pool_ends_the_round_empty_and_room_lets_it_draw_again(oracle:
     assert runtime.pool.free == runtime.pool.total == 3
 
 
+@pytest.mark.parametrize("length", [129, 200])
+def test_a_text_that_the_pool_cannot_hold_leaves_its_pages_to_others(oracle: Oracle, length: int) -> None:
+    """It would hold them without drawing anything, and others would draw less and less."""
+    runtime = make_runtime(kv_pages=8)
+    drafter = make_drafter(runtime, max_step_tokens=32)
+    large = Verifier(drafter, oracle, [k % VOCAB for k in range(length)], GREEDY, key=(1, 1))
+    small = Verifier(drafter, oracle, [k % VOCAB for k in range(60)], GREEDY, key=(1, 2))
+    for verifier in (large, small):
+        verifier.open(max_context_tokens=512)
+    work_until_done(drafter, [large, small])
+    for k in range(40):
+        before = small.seen
+        for verifier in (large, small):
+            verifier.commit([(7 * k) % VOCAB])
+        work_until_done(drafter, [large, small])
+        assert small.seen > before
+    assert large.seen == 0
+    drafter.close(small.key)
+    drafter.close(large.key)
+    assert runtime.pool.free == runtime.pool.total
+
+
+def test_a_text_that_has_outgrown_the_draft_leaves_its_pages_to_others(oracle: Oracle) -> None:
+    runtime = make_runtime(kv_pages=16)
+    runtime.max_context_tokens = 64
+    drafter = make_drafter(runtime)
+    outgrown = [Verifier(drafter, oracle, [k % VOCAB for k in range(60)], GREEDY, key=(1, k)) for k in range(4)]
+    for verifier in outgrown:
+        verifier.open(max_context_tokens=512)
+    work_until_done(drafter, outgrown)
+    for k in range(8):
+        for verifier in outgrown:
+            verifier.commit([k])
+        work_until_done(drafter, outgrown)
+    assert runtime.pool.free == runtime.pool.total
+    other = Verifier(drafter, oracle, [k % VOCAB for k in range(20)], GREEDY, key=(1, 9))
+    other.open()
+    work_until_done(drafter, [other])
+    assert other.seen > 0
+    for verifier in (*outgrown, other):
+        drafter.close(verifier.key)
+    assert runtime.pool.free == runtime.pool.total
+
+
 @pytest.mark.parametrize("shorter", ["caps", "model"])
 @pytest.mark.parametrize("length", [10, 13, 14, 15, 60])
 def test_context_limit_ends_the_drawing(runtime: ModelRuntime, oracle: Oracle, length: int, shorter: str) -> None:

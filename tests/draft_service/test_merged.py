@@ -75,6 +75,28 @@ def test_the_likeliest_of_what_the_parts_send_is_sent_once(
         drafter.close((1, 1))
 
 
+def test_a_part_that_others_wait_for_holds_up_no_round(runtime: ModelRuntime) -> None:
+    """Rounds out of step: whoever lacks a lookup alone has it after a level of the others at most."""
+    merged = MergedDrafter([make("best_first", runtime), NgramDrafter(DraftSettings(kind="ngram"))])
+    followers = [Follower(merged, [k, 1, 4, k, 1], GREEDY, key=(1, k)).open() for k in range(1, 5)]
+    by_key = {follower.key: follower for follower in followers}
+    lacked, answers = dict.fromkeys(by_key, 0), list[tuple[int, Follower]]()
+    for turn in range(300):
+        for due, follower in [answer for answer in answers if answer[0] <= turn]:
+            answers.remove((due, follower))
+            follower.commit([turn % 7])
+        for key, session in merged._sessions.items():
+            lacked[key] = lacked[key] + 1 if session.drawing == {1} else 0
+            assert lacked[key] <= 2
+        for key, growth in merged.work():
+            by_key[key].take(growth)
+            if growth.complete:
+                answers.append((turn + 1 + (3 * key[1] + turn) % 5, by_key[key]))
+    assert min(follower.epoch for follower in followers) > 10
+    for follower in followers:
+        merged.close(follower.key)
+
+
 def test_under_rejection_each_part_that_can_samples_its_share(runtime: ModelRuntime) -> None:
     merged = MergedDrafter([make(kind, runtime) for kind in ("best_first", "ngram", "kary")])
     assert merged.rules == (Rule.REJECTION,)

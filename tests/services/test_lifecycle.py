@@ -501,6 +501,35 @@ async def test_stopping_lets_a_running_text_finish_and_refuses_new_ones(stack: S
     await asyncio.wait_for(stopping, 3.0)
 
 
+async def test_a_verifier_that_drained_and_was_restarted_is_served_again(stack: Stack) -> None:
+    """Its address is the same, and what the former process said counts no more."""
+    drained = asyncio.Event()
+
+    async def script(requests: Any) -> Any:
+        await anext(requests)
+        caps = draft_pb2.Caps(max_nodes=8, max_depth=8, max_context_tokens=100)
+        yield draft_pb2.SpeculateResponse(welcome=draft_pb2.Welcome(protocol_version=1, caps=caps))
+        async for request in requests:
+            for join in request.joins:
+                start = draft_pb2.Start(handle=join.handle, tokens=[1, 2, 3], budget=2)
+                yield draft_pb2.SpeculateResponse(starts=[start])
+                if not drained.is_set():
+                    drained.set()
+                    yield draft_pb2.SpeculateResponse(drain=draft_pb2.Drain())
+                    return
+
+    former = await stack.start(ScriptedVerifier(script))
+    draft: DraftServer = await stack.draft(kind="ngram")
+    worker: Any = draft_pb2_grpc.DraftServiceStub(await stack.channel(draft))
+    request = draft_pb2.AttachRequest(session_id="a", ticket=b"t", verifier_address=former.address)
+    await worker.Attach(request, timeout=5)
+    await until(lambda: all(link.task.done() for link in draft._links.values()))
+    await former.stop(0.1)
+    heir = await stack.start(ScriptedVerifier(script, former.address))
+    await worker.Attach(draft_pb2.AttachRequest(session_id="b", ticket=b"t", verifier_address=heir.address), timeout=5)
+    await until(lambda: any(message.HasField("growth") for message in heir.heard))
+
+
 async def test_draft_worker_stops_while_a_verifier_hangs(stack: Stack) -> None:
     """A verifier that never answers Hello must not keep a task of the worker alive."""
 

@@ -113,15 +113,16 @@ Script = Callable[[AsyncIterator[Any]], AsyncGenerator[draft_pb2.SpeculateRespon
 class ScriptedVerifier:
     """The verifier's side of the Speculate stream by hand, as a real server; ``heard`` keeps every message."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, listen: str = "127.0.0.1:0") -> None:
         self.heard: list[draft_pb2.SpeculateRequest] = []
+        self._listen = listen
         self.address = ""
         self._script = script
         self._rpc = RpcServer()
         self._rpc.add(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], self)
 
     async def start(self) -> str:
-        return await self._rpc.start("127.0.0.1:0")
+        return await self._rpc.start(self._listen)
 
     async def ready(self) -> None:
         await self._rpc.set_serving(True)
